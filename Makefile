@@ -1,0 +1,71 @@
+# Everything a contributor runs, from a clean clone, with Python >= 3.10 and make alone.
+# make test ARGS="-k conv" · make test DEVICE=cuda · make demo PYTHON=python3.12
+
+PYTHON  ?= python3
+VENV    ?= .venv
+WORKERS ?= 2
+DEVICE  ?= cpu
+ARGS    ?=
+
+BIN     := $(VENV)/bin
+# Every install honours the same pins, so that two environments never differ.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help demo test lint format types docs bench check clean
+# The targets share one environment; two installs at once would break it.
+.NOTPARALLEL:
+
+help:
+	@echo "make demo    train on scikit-learn's digits and look at per-sample gradients (under a minute)"
+	@echo "make test    the whole test suite, doctests included"
+	@echo "make lint    ruff: lint and format check      make format   apply both"
+	@echo "make types   mypy, strict, on the package"
+	@echo "make docs    build the documentation into docs/_build/html"
+	@echo "make bench   time gradbatch against a plain training step"
+	@echo "make check   test, lint, types and docs"
+	@echo "make clean   remove the environment and everything built"
+
+# An empty file in the environment says that a step is done, so that a second `make` installs nothing.
+$(VENV)/.pip:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gradbatch needs Python 3.10 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'  # reads dependency groups
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.pip pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[cli,demo]'
+	@touch $@
+
+$(VENV)/.test $(VENV)/.lint $(VENV)/.docs: $(VENV)/.%: $(VENV)/.package
+	$(INSTALL) --group $*
+	@touch $@
+
+demo: $(VENV)/.package
+	$(BIN)/python examples/digits.py $(ARGS)
+
+# One thread a worker: the workers share the cores, and tensors in tests are small.
+test: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --device $(DEVICE) $(ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.lint
+	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -W -n --keep-going -q -b html docs docs/_build/html
+
+bench: $(VENV)/.package
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.run $(ARGS)
+
+check: test lint types docs
+
+clean:
+	rm -rf $(VENV) docs/_build docs/supported-layers.md .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

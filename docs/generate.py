@@ -1,0 +1,55 @@
+"""Write the pages that are read off the code: run by the documentation build, kept out of the repository."""
+
+import sys
+from itertools import groupby
+from pathlib import Path
+
+from torch import nn
+
+from gradbatch.rules import registry
+
+INTRODUCTION = """# Supported layers
+
+Read off the registry of layer rules when this page was built. A layer is matched by its exact type: a subclass that
+overrides `forward` needs [a rule of its own](adding-a-layer.md). Samples may lie on any axis that
+the layer treats as rows, also flattened together with positions.
+
+Lazy modules are supported once they are materialised. BatchNorm is supported in eval mode; in train mode it makes
+samples depend on each other and is refused.
+"""
+
+
+def write(folder: Path) -> None:
+    """Write every generated page into ``folder``."""
+    (folder / "supported-layers.md").write_text(supported_layers())
+
+
+def supported_layers() -> str:
+    """A table for each file of rules, a row for each rule."""
+    page = [INTRODUCTION]
+    taught = sorted(registry.taught_types(), key=lambda kind: (family(kind), kind.__name__))
+    for module, kinds in groupby(taught, key=family):
+        title = first_sentence(sys.modules[module].__doc__)
+        page += [f"## {title}", "", "| layers | per-sample gradients |", "| --- | --- |"]
+        layers: dict[str, list[str]] = {}
+        for kind in kinds:
+            layers.setdefault(first_sentence(rule(kind).function.__doc__), []).append(f"`{kind.__name__}`")
+        page += [f"| {', '.join(names)} | {sentence} |" for sentence, names in layers.items()]
+        page.append("")
+    return "\n".join(page)
+
+
+def family(kind: type[nn.Module]) -> str:
+    return rule(kind).function.__module__
+
+
+def rule(kind: type[nn.Module]) -> registry.LayerRule:
+    # The registry is asked about modules; one that was never initialised is module enough.
+    found = registry.rule_for(kind.__new__(kind))
+    assert found is not None, f"{kind.__name__}: its forward was replaced after its rule was registered"
+    return found
+
+
+def first_sentence(docstring: str | None) -> str:
+    """First line of a docstring, in Markdown: one backtick where reStructuredText has two."""
+    return (docstring or "").strip().partition("\n")[0].rstrip(".").replace("``", "`")

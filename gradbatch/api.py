@@ -1,0 +1,350 @@
+"""The user's way in: extend a model, and get quantities of per-sample gradients from one backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gradbatch.capture.direct import capture_losses
+from gradbatch.capture.evaluate import plain_arithmetic
+from gradbatch.capture.hooks import couples_samples, install, needs_recorder, recorder_of, remove
+from gradbatch.capture.live import LiveCapture
+from gradbatch.capture.uses import Names, coupling_message
+from gradbatch.errors import CoupledSamples, UsageError
+from gradbatch.factors import PerSampleGrad
+from gradbatch.plans.contractions import Planner
+from gradbatch.quantities import BatchGrad, Quantity
+from gradbatch.results import QuantityResult, Results
+
+Model = TypeVar("Model", bound=nn.Module)
+Reduction = Literal["mean", "sum"]
+
+# Attributes set by attach=True, to be cleared on the next entry; and models inside a compute context.
+_attached: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[nn.Parameter], str]]]
+_attached = weakref.WeakKeyDictionary()
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def extend(model: Model, batch_dim: int = 0) -> Model:
+    """Prepare a model, in place, for per-sample gradients.
+
+    Puts a forward hook on every layer with parameters. Class, parameters, ``state_dict`` and numerics stay as they
+    are, and nothing is kept on the model. Call it again after adding layers; calling it twice is harmless.
+
+    Args:
+        model: any module.
+        batch_dim: axis of the model's inputs and outputs that runs over samples. Used by :func:`compute` alone;
+            :func:`backward` finds the samples by the losses.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UsageError: not a module, a compiled ``ScriptModule``, or a negative ``batch_dim``.
+
+    Example:
+        >>> import torch, gradbatch
+        >>> model = gradbatch.extend(torch.nn.Linear(3, 2))
+        >>> losses = model(torch.randn(4, 3)).square().sum(1)
+        >>> gradbatch.per_sample_grads(model, losses)["weight"].shape
+        torch.Size([4, 2, 3])
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"extend takes a torch.nn.Module, not a {type(model).__name__}")
+    if not isinstance(batch_dim, int) or batch_dim < 0:
+        raise UsageError(f"batch_dim is {batch_dim!r}; it is an axis counted from the front, 0 or more")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise UsageError("a torch.jit.ScriptModule takes no Python hooks; extend the model before scripting it")
+    for module in model.modules():
+        if module is model or needs_recorder(module):
+            install(module, batch_dim)
+    return model
+
+
+def retract(model: Model) -> Model:
+    """Undo :func:`extend`: take the hooks off every layer of the model.
+
+    Args:
+        model: an extended model, or any other.
+
+    Returns:
+        The same model.
+    """
+    for module in model.modules():
+        remove(module)
+    _clear_attached(model)
+    return model
+
+
+def backward(
+    model: nn.Module,
+    losses: Tensor,
+    *quantities: Quantity,
+    reduction: Reduction | None = None,
+    parameters: str | Iterable[str] | None = None,
+    attach: bool = False,
+    retain_graph: bool = False,
+    planner: Planner | None = None,
+) -> Results:
+    """Compute quantities of the per-sample gradients of a vector of losses.
+
+    Args:
+        model: an extended model.
+        losses: ``[N]``, one loss a sample (``reduction="none"``, summed over a sample's own positions).
+        quantities: what to compute, e.g. ``BatchGrad()``.
+        reduction: ``"mean"`` or ``"sum"``: also leave in ``p.grad`` what ``losses.mean().backward()`` or
+            ``losses.sum().backward()`` would. ``None``: leave ``p.grad`` and the graph as they are.
+        parameters: name pattern or patterns (``"head.*"``) of the parameters to compute quantities of.
+        attach: also set each result as an attribute of its parameter, under the quantity's name.
+        retain_graph: keep the graph for a further backward pass; without ``reduction`` it is always kept.
+        planner: budget and forced plans of the evaluation.
+
+    Returns:
+        Results by quantity and parameter name. Gradients are those of each sample's own loss, never scaled by 1/N.
+
+    Raises:
+        UsageError: the model is not extended, the losses are not ``[N]`` with a graph, an unknown reduction, no
+            quantity, a pattern without a match.
+        UnsupportedLayer: a parameter is used where no layer rule explains it.
+        CoupledSamples: a sample's gradient depends on other samples.
+        StaleCapture: a tensor was changed between forward and backward.
+
+    Edge cases: an empty batch gives empty results; a parameter that no loss depends on has zero gradients; frozen
+    parameters have no results. If an error is raised, ``p.grad`` is as it was.
+
+    Example:
+        >>> import torch, gradbatch
+        >>> model = gradbatch.extend(torch.nn.Linear(2, 1, bias=False))
+        >>> losses = model(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).squeeze(1)
+        >>> gradbatch.backward(model, losses, gradbatch.BatchL2Grad())[gradbatch.BatchL2Grad].total()
+        tensor([25.,  1.])
+    """
+    _check_request(model, quantities)
+    if reduction not in (None, "mean", "sum"):
+        raise UsageError(f'reduction is {reduction!r}; it is "mean", "sum", or None to leave p.grad alone')
+    _check_losses(losses)
+    selection = _select(model, parameters)
+    _clear_attached(model)
+    grads = capture_losses(losses, selection.names, planner or Planner())
+    results = Results()
+    results.fill(_reduce(grads, quantities, selection))
+    del grads
+    if reduction is not None:
+        weights = torch.ones_like(losses)
+        torch.autograd.backward(
+            losses, weights / max(len(losses), 1) if reduction == "mean" else weights, retain_graph=retain_graph
+        )
+    if attach:
+        _attach(model, results, selection)
+    return results
+
+
+def per_sample_grads(
+    model: nn.Module, losses: Tensor, *, parameters: str | Iterable[str] | None = None
+) -> dict[str, Tensor]:
+    """The gradient of each sample's loss with respect to each parameter.
+
+    Args:
+        model: an extended model.
+        losses: ``[N]``, one loss a sample.
+        parameters: name pattern or patterns of the wanted parameters.
+
+    Returns:
+        ``[N, *shape]`` by parameter name, in at least float32. ``p.grad`` stays as it is.
+
+    Raises:
+        GradBatchError: as :func:`backward`.
+    """
+    return dict(backward(model, losses, BatchGrad(), parameters=parameters)[BatchGrad])
+
+
+@contextmanager
+def compute(
+    model: nn.Module,
+    *quantities: Quantity,
+    loss_reduction: Reduction | None = None,
+    parameters: str | Iterable[str] | None = None,
+    attach: bool = False,
+    planner: Planner | None = None,
+) -> Iterator[Results]:
+    """Compute quantities from the user's own ``loss.backward()``.
+
+    Inside the context, call the model and run the backward pass of a scalar loss; when it is left, the results are
+    there, and ``p.grad`` is as always. Several backward passes over one forward add up, as they do in ``p.grad``; a
+    backward over a new forward is a further micro-batch, whose samples come after the earlier ones; several forwards
+    joined by one loss share their samples.
+
+    Args:
+        model: an extended model; its outputs have the samples on ``batch_dim`` (see :func:`extend`).
+        quantities: what to compute, e.g. ``BatchGrad()``.
+        loss_reduction: ``"mean"`` or ``"sum"``: how the loss is made of the samples' own losses. gradbatch cannot see
+            that; with another normalisation (the mean over a varying number of tokens) use :func:`backward`.
+        parameters: name pattern or patterns of the parameters to compute quantities of.
+        attach: also set each result as an attribute of its parameter, under the quantity's name.
+        planner: budget and forced plans of the evaluation.
+
+    Yields:
+        Results, to be read once the context is left.
+
+    Raises:
+        GradBatchError: as :func:`backward`; also where no forward or no backward pass happened in the context, where
+            something outside of the model's forward contributes to a gradient, and inside another context of the same
+            model. Then there are no results, but ``p.grad`` is what the user's backward made it.
+
+    Edge cases: a pass that reaches no parameter (``torch.autograd.grad(loss, input)``) does not count.
+
+    Example:
+        >>> import torch, gradbatch
+        >>> model = gradbatch.extend(torch.nn.Linear(3, 2))
+        >>> with gradbatch.compute(model, gradbatch.BatchGrad(), loss_reduction="mean") as results:
+        ...     model(torch.randn(4, 3)).square().sum(1).mean().backward()
+        >>> torch.allclose(results[gradbatch.BatchGrad]["weight"].mean(0), model.weight.grad)
+        True
+    """
+    _check_request(model, quantities)
+    if loss_reduction not in ("mean", "sum"):
+        raise UsageError(
+            f'loss_reduction is {loss_reduction!r}; say "mean" or "sum": how your scalar loss is made of the samples\' '
+            "losses (gradbatch cannot see it). With a vector of losses, use gradbatch.backward instead"
+        )
+    if model in _watched:
+        raise UsageError("compute: already inside a compute context of this model; ask for all quantities at once")
+    _select(model, parameters)
+    _clear_attached(model)
+    live = LiveCapture(
+        model,
+        lambda: _select(model, parameters).names,
+        _batch_dim(model),
+        planner or Planner(),
+        mean=loss_reduction == "mean",
+    )
+    results = Results()
+    _watched.add(model)
+    try:
+        live.open()
+        yield results
+        selection = _select(model, parameters)
+        results.fill(_reduce(live.results(), quantities, selection))
+    finally:
+        _watched.discard(model)
+        live.close()
+    if attach:
+        _attach(model, results, selection)
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """The wanted parameters of a model, with all their names."""
+
+    names: Names
+    aliases: Mapping[nn.Parameter, Sequence[str]]
+
+
+def _check_request(model: nn.Module, quantities: Sequence[Quantity]) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the first argument is the extended model, not a {type(model).__name__}")
+    if all(recorder_of(module) is None for module in model.modules()):
+        raise UsageError(f"this {type(model).__name__} is not extended; call gradbatch.extend(model) before the forward")
+    if not quantities:
+        raise UsageError("no quantity asked for; pass one or more, such as gradbatch.BatchGrad()")
+    for quantity in quantities:
+        if isinstance(quantity, type) and issubclass(quantity, Quantity):
+            raise UsageError(f"{quantity.__name__} is a class; pass an instance, {quantity.__name__}()")
+        if not isinstance(quantity, Quantity):
+            raise UsageError(f"a quantity is an instance of gradbatch.Quantity, not a {type(quantity).__name__}")
+
+
+def _check_losses(losses: Tensor) -> None:
+    if not isinstance(losses, Tensor):
+        raise UsageError(f"losses is a tensor [N], one loss a sample, not a {type(losses).__name__}")
+    if losses.dim() == 0:
+        raise UsageError(
+            'the loss is a scalar, but losses [N] are needed, one a sample: compute it with reduction="none", or run '
+            "your own loss.backward() inside gradbatch.compute(..., loss_reduction=...)"
+        )
+    if losses.dim() != 1:
+        raise UsageError(
+            f"losses have shape {tuple(losses.shape)}, but [N] is needed, one a sample: sum or average over the other "
+            "axes, e.g. losses.flatten(1).sum(1)"
+        )
+    if losses.grad_fn is None:
+        raise UsageError("the losses have no graph: compute them with gradients enabled, from the extended model")
+    if losses.is_complex():
+        raise UsageError("the losses are complex; a loss is a real number")
+
+
+def _select(model: nn.Module, patterns: str | Iterable[str] | None) -> _Selection:
+    """The trainable parameters whose names match, after refusing a model that couples its samples."""
+    modules = {module: path for path, module in model.named_modules()}
+    for module, path in modules.items():
+        if couples_samples(module):
+            raise CoupledSamples(coupling_message(path, type(module)))
+    wanted = None if patterns is None else [patterns] if isinstance(patterns, str) else list(patterns)
+    aliases: dict[nn.Parameter, list[str]] = {}
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                aliases.setdefault(parameter, []).append(f"{path}.{name}" if path else name)
+                owners.setdefault(parameter, module)
+    if not aliases:
+        raise UsageError(f"this {type(model).__name__} has no trainable parameters")
+    if wanted is not None:
+        for pattern in wanted:
+            if not any(fnmatchcase(name, pattern) for names in aliases.values() for name in names):
+                first = [names[0] for names in aliases.values()]
+                raise UsageError(f"parameters: {pattern!r} matches none of {', '.join(first)}")
+        aliases = {
+            parameter: names
+            for parameter, names in aliases.items()
+            if any(fnmatchcase(name, pattern) for name in names for pattern in wanted)
+        }
+    for parameter, names in aliases.items():
+        if not parameter.is_leaf:
+            raise UsageError(
+                f"{names[0]} is not a leaf of the autograd graph (it was computed from something); assign a "
+                "torch.nn.Parameter, or freeze it"
+            )
+        if parameter.is_complex():
+            raise UsageError(
+                f"{names[0]} is complex ({parameter.dtype}), which no layer rule is written for; freeze it, store real "
+                "and imaginary parts, or leave it out with parameters="
+            )
+    return _Selection(Names({p: names[0] for p, names in aliases.items()}, modules, owners), aliases)
+
+
+def _reduce(
+    grads: Mapping[nn.Parameter, PerSampleGrad], quantities: Sequence[Quantity], selection: _Selection
+) -> list[QuantityResult]:
+    tensors: list[dict[str, Tensor]] = [{} for _ in quantities]
+    for parameter, grad in grads.items():
+        with plain_arithmetic(parameter.device):
+            for into, quantity in zip(tensors, quantities, strict=True):
+                into[selection.names.parameters[parameter]] = quantity.reduce(grad)
+    return [QuantityResult(q, into, selection.aliases) for q, into in zip(quantities, tensors, strict=True)]
+
+
+def _batch_dim(model: nn.Module) -> int:
+    return next(recorder.batch_dim for recorder in map(recorder_of, model.modules()) if recorder is not None)
+
+
+def _attach(model: nn.Module, results: Results, selection: _Selection) -> None:
+    attached = _attached.setdefault(model, [])
+    for quantity, result in results.items():
+        for parameter, names in selection.aliases.items():
+            setattr(parameter, quantity.name, result[names[0]])
+            attached.append((weakref.ref(parameter), quantity.name))
+
+
+def _clear_attached(model: nn.Module) -> None:
+    for reference, name in _attached.pop(model, []):
+        parameter = reference()
+        if parameter is not None and hasattr(parameter, name):
+            delattr(parameter, name)

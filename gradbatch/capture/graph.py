@@ -1,0 +1,151 @@
+"""The autograd graph as a tape: walk it, and find every use of every parameter.
+
+This is the only file of the package that touches what torch does not document (besides ``node.next_functions`` and
+``node.metadata``, which it does); each such access is one function here, tested against the running torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+Edge = tuple[Node, int]
+"""A consumer and the index among its ``next_functions``: the way a gradient takes down the graph."""
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a ``torch.func`` transform (vmap, grad, …) is at work on the tensor."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def current_pass() -> int:
+    """Identity of the backward pass that is running in this thread; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def pass_keeps_graph() -> bool:
+    """Whether the running backward pass was started with ``retain_graph`` or ``create_graph``."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def output_edge(tensor: Tensor) -> tuple[Node, int] | None:
+    """The node and output number that compute a tensor; ``None`` for a leaf."""
+    return None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+
+
+def accumulated_variable(node: Node) -> Tensor | None:
+    """The leaf into whose ``.grad`` the node accumulates; ``None`` for any other node."""
+    return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None
+
+
+def runs_its_own_backward(node: Node) -> bool:
+    """Whether the node reaches parameters behind the graph's back, as reentrant activation checkpointing does."""
+    return type(node).__name__ == "CheckpointFunctionBackward"
+
+
+def differentiate(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], edges: Sequence[GradientEdge]
+) -> tuple[Tensor | None, ...]:
+    """Gradients that arrive at ``edges``; nothing below them is computed, and the graph is kept."""
+    if not edges:
+        return ()
+    return torch.autograd.grad(outputs, edges, cotangents, retain_graph=True, allow_unused=True)
+
+
+@dataclass
+class Walk:
+    """What lies below some tensors in the autograd graph.
+
+    Args:
+        consumers: for each node, the edges that lead into it.
+        accumulators: the nodes that accumulate into a wanted parameter, with the parameter.
+        metadata: what forward hooks left on the nodes, per node that has something.
+    """
+
+    consumers: dict[Node, list[Edge]] = field(default_factory=dict)
+    accumulators: dict[Node, Tensor] = field(default_factory=dict)
+    metadata: dict[Node, list[Any]] = field(default_factory=dict)
+
+    def order(self) -> Iterable[Node]:
+        """The nodes in the order in which the walk met them."""
+        return self.consumers.keys()
+
+
+def walk(roots: Iterable[Node], parameters: Collection[nn.Parameter], key: str) -> Walk:
+    """Visit every node below ``roots``.
+
+    Args:
+        roots: nodes that compute the losses or outputs.
+        parameters: the wanted parameters.
+        key: the entry of ``node.metadata`` to collect.
+    """
+    result = Walk()
+    wanted = {id(parameter): parameter for parameter in parameters}
+    pending = list(roots)
+    for root in pending:
+        result.consumers.setdefault(root, [])
+    visited: set[Node] = set()
+    # Marked when taken from the stack, not when put on it: each node's edges must be recorded exactly once.
+    while pending:
+        node = pending.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        variable = accumulated_variable(node)
+        if variable is not None:
+            if id(variable) in wanted:
+                result.accumulators[node] = variable
+            continue
+        notes = node.metadata.get(key)
+        if notes:
+            result.metadata[node] = notes
+        for slot, (below, _) in enumerate(node.next_functions):
+            if below is not None:
+                result.consumers.setdefault(below, []).append((node, slot))
+                pending.append(below)
+    return result
+
+
+def region(starts: Iterable[Node], barriers: Collection[Node]) -> Iterator[tuple[Node, int, Node]]:
+    """Edges ``(node, slot, node below)`` reachable from ``starts`` without passing through a barrier.
+
+    A start that is a barrier itself (a layer that hands its input through) yields nothing.
+    """
+    pending = [node for node in starts if node not in barriers]
+    visited: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        for slot, (below, _) in enumerate(node.next_functions):
+            if below is None or below in barriers:
+                continue
+            yield node, slot, below
+            pending.append(below)
+
+
+def leading_to(targets: Collection[Node], edges: Sequence[tuple[Node, int, Node]]) -> dict[Node, list[Edge]]:
+    """Of some edges, those on a path to a target, by the node they lead into."""
+    by_node: dict[Node, list[Edge]] = {}
+    for node, slot, below in edges:
+        by_node.setdefault(below, []).append((node, slot))
+    result: dict[Node, list[Edge]] = {}
+    pending = [target for target in targets if target in by_node]
+    while pending:
+        node = pending.pop()
+        if node in result:
+            continue
+        result[node] = by_node.get(node, [])
+        pending.extend(consumer for consumer, _ in result[node])
+    return {node: found for node, found in result.items() if found}
+
+
+def is_reachable(target: Node, starts: Iterable[Node]) -> bool:
+    """Whether a path leads from one of the starts down to the target."""
+    return any(below is target for _, _, below in region(starts, ()))

@@ -1,0 +1,333 @@
+"""The way in where the backward is the user's: watch it from inside, and make sure that nothing else took part.
+
+After the model's forward its graph is walked and probed (with random cotangents in place of the losses), and prehooks
+at the calls' outputs wait for the real gradients. What the walk cannot see is what the user does with parameters
+outside of the forward (a penalty in the loss, a second use of a weight). So every gradient that arrives at a
+parameter, or at an intermediate that leads to one, must be the sum of exactly those that the walk explained.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from gradbatch.capture import graph
+from gradbatch.capture.evaluate import evaluate, zeros
+from gradbatch.capture.hooks import Record, tensors_in
+from gradbatch.capture.probe import no_layout, owned_gradients
+from gradbatch.capture.uses import Names, Use, find_uses
+from gradbatch.errors import GradBatchError, UnsupportedLayer, UsageError
+from gradbatch.factors import Concat, PerSampleGrad
+from gradbatch.plans.contractions import Planner
+from gradbatch.rules import SampleLayout
+
+Place = tuple[Node, int]
+
+
+@dataclass
+class Forward:
+    """One forward of the model inside the context, and the backward passes that went through it.
+
+    Args:
+        samples: ``N``.
+        uses: its calls.
+        layouts: where the samples lie in each.
+        silent: calls whose outputs the model's outputs do not depend on.
+        passes: for each backward pass, the gradients of each call's outputs that it reached.
+    """
+
+    samples: int
+    uses: list[Use]
+    layouts: list[SampleLayout]
+    silent: list[bool]
+    passes: dict[int, dict[int, list[Tensor | None]]] = field(default_factory=lambda: defaultdict(dict))
+
+
+class LiveCapture:
+    """Watches forwards of a model and the user's backward passes through them.
+
+    Args:
+        model: the extended model.
+        names: computes the wanted parameters; called at each forward.
+        batch_dim: axis of the model's outputs that runs over samples.
+        planner: decides how the results will be evaluated.
+        mean: whether the user's loss is the mean over samples, rather than their sum.
+    """
+
+    def __init__(
+        self, model: nn.Module, names: Callable[[], Names], batch_dim: int, planner: Planner, mean: bool
+    ) -> None:
+        self._model, self._names, self._batch_dim = model, names, batch_dim
+        self._planner, self._mean = planner, mean
+        self._forwards: list[Forward] = []
+        self._records: set[Record] = set()
+        self._violation: GradBatchError | None = None
+        self._contributions: dict[int, dict[Place, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+        self._watched: set[Node] = set()
+        self._reached: dict[int, set[int]] = defaultdict(set)
+        self._hooked: set[int] = set()
+        self._handles: list[Any] = []
+
+    def open(self) -> None:
+        """Start watching."""
+        self._handles.append(self._model.register_forward_hook(self._after_forward, with_kwargs=True))
+
+    def close(self) -> None:
+        """Stop watching and let go of everything; safe to call at any time."""
+        for handle in self._handles:
+            handle.remove()
+        for record in self._records:
+            record.let_go()
+        self._handles, self._records, self._forwards = [], set(), []
+        self._contributions.clear()
+
+    # ---- after each forward
+
+    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        if not outputs or not torch.is_grad_enabled() or any(map(graph.is_transformed, outputs)):
+            return
+        names = self._names()
+        samples = self._count_samples(outputs, list(tensors_in((args, kwargs))))
+        by_sample = [tensor for tensor in outputs if self._rows(tensor) == samples]
+        uses, walk = find_uses([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None], names)
+        # A forward on the result of an earlier one contains that one's calls.
+        uses = [use for use in uses if use.record not in self._records]
+        random = [torch.randn_like(tensor) for tensor in by_sample]
+
+        def cotangents(weights: Tensor) -> list[Tensor]:
+            return [
+                r * weights.to(r).view(-1, *(1,) * (r.dim() - self._batch_dim - 1)) for r in random
+            ]
+
+        if samples:
+            gradients, layouts = owned_gradients(uses, by_sample, cotangents, samples)
+        else:
+            gradients, layouts = [[None] for _ in uses], [SampleLayout(0)] * len(uses)
+        silent = [all(g is None for g in outputs) for outputs in gradients]
+        forward = Forward(samples, uses, layouts, silent)
+        self._forwards.append(forward)
+        for use in uses:
+            self._records.add(use.record)
+            use.record.hold()
+        self._watch(forward, walk, [t for t in outputs if self._rows(t) != samples], names)
+
+    def _rows(self, tensor: Tensor) -> int | None:
+        return tensor.shape[self._batch_dim] if tensor.dim() > self._batch_dim else None
+
+    def _count_samples(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
+        samples = next((self._rows(tensor) for tensor in outputs if self._rows(tensor) is not None), None)
+        if samples is None:
+            raise UsageError(
+                f"the model returns {[list(t.shape) for t in outputs]}: no output has a batch axis "
+                f"{self._batch_dim}. Let it return one row a sample, or use "
+                "gradbatch.backward(model, losses, ...) with a vector of losses"
+            )
+        rows = [self._rows(tensor) for tensor in inputs if self._rows(tensor) is not None]
+        if rows and samples not in rows:
+            raise UsageError(
+                f"the model's output has {samples} rows on axis {self._batch_dim}, its inputs have {rows}: what is a "
+                "sample? Use gradbatch.backward(model, losses, ...) with one loss a sample, or extend(model, "
+                "batch_dim=...)"
+            )
+        return samples
+
+    # ---- hooks on the graph
+
+    def _watch(self, forward: Forward, walk: graph.Walk, others: Iterable[Tensor], names: Names) -> None:
+        for number, use in enumerate(forward.uses):
+            for position, (node, anchor) in enumerate(use.anchors):
+                hook = self._take(forward, number, position, len(use.anchors), anchor.number)
+                self._handles.append(node.register_prehook(hook))
+        targets = {node for use in forward.uses for into in use.claimed.values() for node in into}
+        reasons = {node: names.parameters[p] for node, p in walk.accumulators.items()}
+        for tensor in others:
+            # Not one row a sample: it may be used inside the forward, but not by the loss.
+            node = tensor.grad_fn
+            assert node is not None
+            targets.add(node)
+            reasons[node] = f"an output of shape {tuple(tensor.shape)}, which is not one row a sample,"
+        for target in targets - self._watched:
+            self._expect(target, walk.consumers.get(target, []))
+            self._check_arrivals(target, reasons.get(target, target.name()))
+        self._watched |= targets
+        for node, parameter in walk.accumulators.items():
+            if node not in self._watched:
+                # Explained by an earlier forward, or not used by these calls; count its passes all the same.
+                self._check_arrivals(node, reasons[node])
+                self._watched.add(node)
+
+    def _take(
+        self, forward: Forward, number: int, position: int, count: int, output: int
+    ) -> Callable[[tuple[Tensor | None, ...]], None]:
+        use = forward.uses[number]
+        anchor = use.anchors[position][1]
+
+        def take(grads: tuple[Tensor | None, ...]) -> None:
+            slots = forward.passes[graph.current_pass()].setdefault(number, [None] * count)
+            gradient = grads[output]
+            slots[position] = None if gradient is None else anchor.of_output(gradient.detach())
+
+        return take
+
+    def _expect(self, target: Node, consumers: Sequence[graph.Edge]) -> None:
+        """Note what the explained consumers of a node send to it."""
+        for consumer, slot in consumers:
+            output = consumer.next_functions[slot][1]
+
+            def send(sent: tuple[Tensor | None, ...], _: Any, slot: int = slot, output: int = output) -> None:
+                gradient = sent[slot]
+                if gradient is not None:
+                    self._contributions[graph.current_pass()][target, output].append(gradient)
+
+            self._handles.append(consumer.register_hook(send))
+
+    def _check_arrivals(self, target: Node, description: str) -> None:
+        """Compare what arrives at a node with what the explained consumers sent."""
+        variable = graph.accumulated_variable(target)
+
+        def compare(output: int, arrived: Tensor | None) -> None:
+            sent = self._contributions[graph.current_pass()].pop((target, output), [])
+            if arrived is not None and not _is_sum(arrived, sent) and self._violation is None:
+                self._violation = UnsupportedLayer(
+                    f"{description} receives a gradient from outside of the model's forward, such as a penalty in the "
+                    "loss or a second use of a weight, and no sample owns it. Call the model's layers inside its "
+                    "forward, or use gradbatch.backward(model, losses, ...) with one loss a sample"
+                )
+
+        def leaf(arrived: Tensor) -> None:
+            self._reached[graph.current_pass()].add(id(variable))
+            compare(0, arrived)
+
+        def inner(grads: tuple[Tensor | None, ...]) -> None:
+            for output, arrived in enumerate(grads):
+                compare(output, arrived)
+
+        if variable is None:
+            self._handles.append(target.register_prehook(inner))
+        elif id(variable) not in self._hooked:
+            self._hooked.add(id(variable))
+            handle = variable.register_hook(leaf)
+            assert variable._backward_hooks is not None
+            # First: the user's own hooks may change the gradient on its way to .grad.
+            variable._backward_hooks.move_to_end(handle.id, last=False)
+            self._handles.append(handle)
+
+    # ---- at the end
+
+    def results(self) -> dict[nn.Parameter, PerSampleGrad]:
+        """Per-sample gradients of every wanted parameter.
+
+        Raises:
+            GradBatchError: there was no forward, or no backward; a pass was restricted to some parameters; something
+                outside of the forward took part.
+        """
+        if not self._forwards:
+            raise UsageError(
+                "compute: the model was not called inside the context (or without gradients). Run model(input) and "
+                "loss.backward() inside the with block; to call parts of a model, use gradbatch.backward"
+            )
+        if self._violation is not None:
+            raise self._violation
+        for forward in self._forwards:
+            self._drop_foreign_passes(forward)
+        groups = self._joined()
+        if not groups:
+            raise UsageError("compute: no backward pass reached the model's parameters inside the context")
+        parts = [self._reduce(group) for group in groups]
+        names = self._names()
+        result: dict[nn.Parameter, PerSampleGrad] = {}
+        for parameter in names.parameters:
+            grads = [
+                part.get(parameter, zeros(parameter, group[0].samples)) for part, group in zip(parts, groups, strict=True)
+            ]
+            result[parameter] = (grads[0] if len(grads) == 1 else Concat(grads)).with_planner(self._planner)
+        return result
+
+    def _drop_foreign_passes(self, forward: Forward) -> None:
+        """Forget passes that asked for no parameter (a saliency map); refuse those that asked for some."""
+        for number, arrived in list(forward.passes.items()):
+            reached = self._reached.get(number, set())
+            claimed = {
+                id(use.record.parameters[attribute]): f"{use.name}.{attribute}"
+                for index, use in enumerate(forward.uses)
+                for attribute in use.claimed
+                if index in arrived and any(g is not None for g in arrived[index])
+            }
+            fired = [node for index in arrived for node, _ in forward.uses[index].anchors]
+            skipped = [
+                use.name
+                for index, use in enumerate(forward.uses)
+                if index not in arrived and any(graph.is_reachable(node, fired) for node, _ in use.anchors)
+            ]
+            if not reached & set(claimed):
+                del forward.passes[number]
+            elif skipped or set(claimed) - reached:
+                missing = skipped or [path for key, path in claimed.items() if key not in reached]
+                raise UsageError(
+                    f"compute: a backward pass was restricted to some parameters (inputs=...) and left out "
+                    f"{missing[0]}. Run it for all of them, or select with parameters="
+                )
+
+    def _joined(self) -> list[list[Forward]]:
+        """Forwards grouped by the backward passes that went through several of them, in order."""
+        groups: list[list[Forward]] = []
+        for forward in self._forwards:
+            if not forward.passes:
+                continue
+            touching = [g for g in groups if any(forward.passes.keys() & other.passes.keys() for other in g)]
+            merged = [member for group in touching for member in group] + [forward]
+            groups = [g for g in groups if g not in touching] + [merged]
+        for group in groups:
+            if len({forward.samples for forward in group}) > 1:
+                raise UsageError(
+                    f"compute: one backward went through forwards of {[f.samples for f in group]} samples. Forwards "
+                    "joined by one loss must be over the same samples; call backward for each micro-batch"
+                )
+        return groups
+
+    def _reduce(self, group: Sequence[Forward]) -> dict[nn.Parameter, PerSampleGrad]:
+        """Add up the passes through forwards that share their samples."""
+        total: dict[nn.Parameter, PerSampleGrad] = {}
+        for forward in group:
+            for arrived in forward.passes.values():
+                gradients = [self._own(forward, index, arrived.get(index)) for index in range(len(forward.uses))]
+                if not forward.samples:
+                    continue
+                for use in forward.uses:
+                    use.record.check_fresh(use.name)
+                grads = evaluate(forward.uses, gradients, forward.layouts, forward.samples, self._planner)
+                for parameter, grad in grads.items():
+                    total[parameter] = total[parameter] + grad if parameter in total else grad
+        return total
+
+    def _own(self, forward: Forward, index: int, arrived: list[Tensor | None] | None) -> list[Tensor | None]:
+        """Gradients of a call's outputs for the samples' own losses."""
+        use = forward.uses[index]
+        if arrived is None:
+            return [None] * len(use.anchors)
+        if forward.silent[index] and any(g is not None and g.any() for g in arrived):
+            raise no_layout(use, forward.samples)
+        # The gradient of a mean carries 1/N; a sample's own loss does not.
+        scale = forward.samples if self._mean else 1
+        return [None if g is None else g * scale for g in arrived]
+
+
+def _is_sum(arrived: Tensor, sent: Sequence[Tensor]) -> bool:
+    """Whether a gradient is what was sent, or the sum of it up to the order of addition."""
+    if len(sent) == 1 and arrived is sent[0]:
+        return True
+    if not sent or any(s.shape != arrived.shape for s in sent):
+        return False
+    arrived, *sent = ((t.to_dense() if t.is_sparse else t).detach() for t in (arrived, *sent))
+    total = sum(sent[1:], sent[0])
+    size = sum((s.abs() for s in sent[1:]), sent[0].abs())
+    allowed = 8 * torch.finfo(arrived.dtype).eps * size
+    close = ((arrived - total).abs() <= allowed) | ((arrived == total) | (arrived.isnan() & total.isnan()))
+    return bool(close.all())

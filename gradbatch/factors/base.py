@@ -1,0 +1,294 @@
+"""What every structure of per-sample gradients can do, and how it is done where the structure knows nothing better.
+
+The public operations check their arguments, leave autocast, and hand over to hooks (``_sum``, ``_squared_norm``, …). A
+structure must define how it is materialised, selected and regrouped; every other hook has a correct default that
+materialises a budget's worth of samples at a time, and a structure may override it with something faster, never with
+something different. What two structures do together stands in ``pairs.py``, for all of them in one place.
+"""
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gradbatch.errors import UsageError
+from gradbatch.plans.contractions import Plan, Planner, accumulation_dtype, check_operation
+from gradbatch.plans.kernels import mirrored, spans
+
+Self = TypeVar("Self", bound="PerSampleGrad")
+
+
+class PerSampleGrad(ABC):
+    r"""The gradients :math:`g_1 \dots g_N` of a batch's losses with respect to one parameter.
+
+    Each is the gradient of that sample's own loss, never scaled by ``1 / N``. All operations compute and return at
+    least float32; a non-finite sample never reaches another sample's result; ``N = 0`` works everywhere.
+
+    Attributes:
+        shape: shape of the parameter.
+        num_samples: ``N``.
+        dtype: of the results: that of the operands, at least float32.
+        device: of the operands and the results.
+        planner: decides how operations are evaluated.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], num_samples: int, dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> None:
+        self.shape = torch.Size(shape)
+        self.num_samples = num_samples
+        self.dtype = accumulation_dtype(*dtypes)
+        self.device = device
+        self.planner = _DEFAULT_PLANNER
+
+    # ------------------------------------------------------------------ operations
+
+    def dense(self) -> Tensor:
+        """Materialise, ``[N, *shape]``."""
+        with _full_precision(self.device):
+            return self._dense()
+
+    def sum(self) -> Tensor:
+        """Sum over samples, ``[*shape]``: the gradient of the summed losses."""
+        with _full_precision(self.device):
+            return self._sum()
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Weighted sum over samples.
+
+        Args:
+            weights: ``[N]``, or ``[K, N]`` for ``K`` sums.
+
+        Returns: ``[*shape]``, or ``[K, *shape]``.
+        """
+        if weights.dim() not in (1, 2) or weights.shape[-1] != self.num_samples:
+            raise UsageError(
+                f"weights {list(weights.shape)}: expected [N] or [K, N] with N = {self.num_samples}."
+            )
+        with _full_precision(self.device):
+            sums = self._weighted_sum(weights if weights.dim() == 2 else weights[None])
+            return sums if weights.dim() == 2 else sums[0]
+
+    def squared_norm(self) -> Tensor:
+        """Squared Euclidean norms, ``[N]``; never negative."""
+        with _full_precision(self.device):
+            return self._squared_norm()
+
+    def inner(self, other: "PerSampleGrad") -> Tensor:
+        """Inner product of each sample's gradient with the same sample's gradient in ``other``, ``[N]``."""
+        self._check_same(other, samples=True)
+        # The table of pairs knows every structure, and every structure is a PerSampleGrad.
+        from gradbatch.factors import pairs
+
+        with _full_precision(self.device):
+            return pairs.inner(self, other)
+
+    def gram(self, other: "PerSampleGrad | None" = None) -> Tensor:
+        """Inner products of all pairs of samples, ``[N, N]``, or with those of ``other``, ``[N, M]``.
+
+        Without ``other`` the matrix is exactly symmetric and its diagonal is :meth:`squared_norm`, to rounding.
+        """
+        other = self if other is None else other
+        self._check_same(other, samples=False)
+        from gradbatch.factors import pairs
+
+        with _full_precision(self.device):
+            return pairs.gram(self, other)
+
+    def sum_of_squares(self, center: Tensor | None = None) -> Tensor:
+        r"""Elementwise :math:`\sum_n (g_n - c)^2`, ``[*shape]``; never negative.
+
+        Args:
+            center: ``c``, ``[*shape]``; 0 by default. The differences are formed before they are squared, so that a
+                variance does not suffer from a large mean.
+        """
+        if center is not None:
+            self._check_direction("center", center.shape)
+        with _full_precision(self.device):
+            return self._sum_of_squares(center)
+
+    def dot(self, direction: Tensor) -> Tensor:
+        """Inner products with ``direction [*shape]``, ``[N]``."""
+        self._check_direction("direction", direction.shape)
+        with _full_precision(self.device):
+            return self._dot(direction)
+
+    def project(self, directions: Tensor) -> Tensor:
+        """Inner products with ``directions [K, *shape]``, ``[N, K]``."""
+        self._check_direction("directions without their first axis", directions.shape[1:])
+        with _full_precision(self.device):
+            return self._project(directions)
+
+    def __add__(self, other: "PerSampleGrad") -> "PerSampleGrad":
+        """Add the gradients of the same samples: two calls of one parameter. Norms have the cross terms."""
+        if not isinstance(other, PerSampleGrad):
+            return NotImplemented
+        self._check_same(other, samples=True)
+        from gradbatch.factors import pairs
+
+        with _full_precision(self.device):
+            return pairs.add(self, other)
+
+    def select(self, index: Tensor) -> "PerSampleGrad":
+        """Take the samples at ``index``: positions ``[M]`` in any order, also repeated, or a mask ``[N]``."""
+        if index.dim() != 1 or (index.dtype == torch.bool and len(index) != self.num_samples):
+            raise UsageError(
+                f"index {list(index.shape)} into {self.num_samples} samples: expected [M], or a mask [N]."
+            )
+        return self._select(index.nonzero()[:, 0] if index.dtype == torch.bool else index)._planned(
+            self.planner
+        )
+
+    def regroup(self, k: int) -> "PerSampleGrad":
+        """Make one sample of every ``k`` consecutive ones by adding their gradients; ``N`` becomes ``N / k``."""
+        if k < 1 or self.num_samples % k:
+            raise UsageError(f"{self.num_samples} samples cannot be regrouped by {k}: it has to divide them.")
+        return self if k == 1 else self._regroup(k)._planned(self.planner)
+
+    def with_planner(self: Self, planner: Planner) -> Self:
+        """The same gradients, evaluated as ``planner`` decides."""
+        twin = copy.copy(self)
+        twin._planned(planner)
+        return twin
+
+    def plan(self, operation: str) -> Plan | None:
+        """How an operation would be evaluated; None where the structure leaves nothing to decide."""
+        check_operation(operation)
+        return self._plan(operation)
+
+    # ------------------------------------------------------------------ a structure must define
+
+    @abstractmethod
+    def _dense(self) -> Tensor: ...
+
+    @abstractmethod
+    def _select(self, index: Tensor) -> "PerSampleGrad": ...
+
+    @abstractmethod
+    def _regroup(self, k: int) -> "PerSampleGrad": ...
+
+    # ------------------------------------------------------------------ a structure may override
+
+    def _part(self, start: int, stop: int) -> "PerSampleGrad":
+        """The samples from ``start`` to ``stop``."""
+        return self._select(torch.arange(start, stop, device=self.device))
+
+    def _planned(self: Self, planner: Planner) -> Self:
+        """Set the planner of an object that nobody else holds yet."""
+        self.planner = planner
+        return self
+
+    def _plan(self, operation: str) -> Plan | None:
+        return None
+
+    def _noise(self) -> Tensor:
+        """How large the terms are that make a squared norm in ``pairs.py``, ``[N]``; see ``kernels.rounding``."""
+        return self._squared_norm()
+
+    def _sum(self) -> Tensor:
+        out = torch.zeros(self._numel, dtype=self.dtype, device=self.device)
+        for _, block in self._blocks(self.dtype):
+            out += block.sum(0)
+        return out.reshape(self.shape)
+
+    def _weighted_sum(self, weights: Tensor) -> Tensor:
+        dtype = accumulation_dtype(self.dtype, weights.dtype)
+        out = torch.zeros(len(weights), self._numel, dtype=dtype, device=self.device)
+        for samples, block in self._blocks(dtype):
+            out += weights[:, samples].to(dtype) @ block
+        return out.reshape(len(weights), *self.shape)
+
+    def _squared_norm(self) -> Tensor:
+        out = torch.zeros(self.num_samples, dtype=self.dtype, device=self.device)
+        for samples, block in self._blocks(self.dtype):
+            out[samples] = block.square().sum(1)
+        return out
+
+    def _sum_of_squares(self, center: Tensor | None) -> Tensor:
+        dtype = self.dtype if center is None else accumulation_dtype(self.dtype, center.dtype)
+        out = torch.zeros(self._numel, dtype=dtype, device=self.device)
+        shift = 0 if center is None else center.to(dtype).reshape(self._numel)
+        for _, block in self._blocks(dtype):
+            out += (block - shift).square().sum(0)
+        return out.reshape(self.shape)
+
+    def _dot(self, direction: Tensor) -> Tensor:
+        return self._project(direction[None])[:, 0]
+
+    def _project(self, directions: Tensor) -> Tensor:
+        dtype = accumulation_dtype(self.dtype, directions.dtype)
+        out = torch.zeros(self.num_samples, len(directions), dtype=dtype, device=self.device)
+        flat = directions.to(dtype).reshape(len(directions), self._numel).mT
+        for samples, block in self._blocks(dtype):
+            out[samples] = block @ flat
+        return out
+
+    # ------------------------------------------------------------------ shared by the defaults
+
+    @property
+    def _numel(self) -> int:
+        return math.prod(self.shape)
+
+    def _step(self) -> int:
+        """How many samples' gradients fit into the budget."""
+        return max(1, self.planner.budget // max(1, self._numel * self.dtype.itemsize))
+
+    def _blocks(self, dtype: torch.dtype, step: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Materialise the gradients some samples at a time, ``[n, elements]``."""
+        for start, stop in spans(self.num_samples, step or self._step()):
+            block = self._part(start, stop)._planned(self.planner)._dense()
+            yield slice(start, stop), block.to(dtype).reshape(stop - start, self._numel)
+
+    def _check_same(self, other: "PerSampleGrad", samples: bool) -> None:
+        if self.shape != other.shape or (samples and self.num_samples != other.num_samples):
+            raise UsageError(
+                f"{self!r} and {other!r} do not go together: they have to be gradients of one parameter"
+                + (" and of the same samples." if samples else ".")
+            )
+
+    def _check_direction(self, name: str, shape: torch.Size) -> None:
+        if shape != self.shape:
+            raise UsageError(f"{name} has shape {list(shape)}; the parameter has {list(self.shape)}.")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_samples} x {list(self.shape)}{self._details()})"
+
+    def _details(self) -> str:
+        return ""
+
+
+def dense_inner(left: PerSampleGrad, right: PerSampleGrad) -> Tensor:
+    """Inner products, ``[N]``, of any two structures, some samples at a time."""
+    dtype = accumulation_dtype(left.dtype, right.dtype)
+    out = torch.zeros(left.num_samples, dtype=dtype, device=left.device)
+    step = left._step()
+    pairs = zip(left._blocks(dtype, step), right._blocks(dtype, step), strict=True)
+    for (samples, block), (_, block2) in pairs:
+        out[samples] = (block * block2).sum(1)
+    return out
+
+
+def dense_gram(left: PerSampleGrad, right: PerSampleGrad) -> Tensor:
+    """Inner products of all pairs, ``[N, M]``, of any two structures, some samples at a time."""
+    dtype = accumulation_dtype(left.dtype, right.dtype)
+    out = torch.zeros(left.num_samples, right.num_samples, dtype=dtype, device=left.device)
+    for samples, block in left._blocks(dtype):
+        for samples2, block2 in right._blocks(dtype):
+            if right is not left or samples2.stop > samples.start:
+                out[samples, samples2] = block @ block2.mT
+    return mirrored(out) if right is left else out
+
+
+def _full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Leave autocast, which would compute products in half precision."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+_DEFAULT_PLANNER = Planner()

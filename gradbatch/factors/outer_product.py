@@ -1,0 +1,105 @@
+"""Sums of outer products over positions: linear layers, convolutions, attention projections, recurrent gates."""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gradbatch.errors import RuleError
+from gradbatch.factors.base import PerSampleGrad
+from gradbatch.factors.dense import check_devices, check_floating
+from gradbatch.plans.contractions import Plan, select
+from gradbatch.plans.convolutions import Patches
+from gradbatch.plans.kernels import Operand, part, rounding
+
+
+class OuterProduct(PerSampleGrad):
+    r"""Per-sample gradients that are sums over positions of outer products, group by group.
+
+    .. math:: g_n[\gamma] = \sum_t \ell_{n\gamma t}\, r_{n\gamma t}^\top
+
+    Args:
+        left: ``[N, G, P, T]``, usually output gradients; a transposed convolution has its input here.
+        right: ``[N, G, D, T]``, usually inputs, or patches that are unfolded only by plans that want them.
+        shape: shape of the parameter; its ``G * P * D`` elements in this order.
+
+    Raises:
+        RuleError: when ranks, sizes, devices or dtypes do not fit together.
+
+    Edge cases: ``T = 0`` (an empty sequence) gives zero gradients; ``N = 0`` gives empty results.
+    """
+
+    def __init__(self, left: Tensor, right: Operand, shape: Sequence[int]) -> None:
+        sizes = f"left {list(left.shape)}, right {list(right.shape)}, shape {list(shape)}"
+        if left.dim() != 4 or len(right.shape) != 4:
+            raise RuleError(f"OuterProduct takes left [N, G, P, T] and right [N, G, D, T]; got {sizes}.")
+        samples, groups, outputs, positions = left.shape
+        if (right.shape[0], right.shape[1], right.shape[3]) != (samples, groups, positions):
+            raise RuleError(
+                f"OuterProduct: left [N, G, P, T] and right [N, G, D, T] differ in N, G or T: {sizes}."
+            )
+        if groups * outputs * right.shape[2] != math.prod(shape):
+            raise RuleError(
+                f"OuterProduct: G * P * D is not the number of elements of the parameter: {sizes}."
+            )
+        check_floating("OuterProduct", left=left.dtype, right=right.dtype)
+        check_devices("OuterProduct", [left.device, right.device])
+        super().__init__(shape, samples, [left.dtype, right.dtype], left.device)
+        self.left, self.right = left, right
+
+    @property
+    def factor_sizes(self) -> tuple[int, int, int]:
+        """``(G, P, D)``."""
+        return self.left.shape[1], self.left.shape[2], self.right.shape[2]
+
+    def _dense(self) -> Tensor:
+        return self.planner.dense(self.left, self.right).reshape(self.num_samples, *self.shape)
+
+    def _part(self, start: int, stop: int) -> "OuterProduct":
+        return OuterProduct(self.left[start:stop], part(self.right, start, stop), self.shape)
+
+    def _select(self, index: Tensor) -> "OuterProduct":
+        return OuterProduct(self.left[index], select(self.right, index), self.shape)
+
+    def _regroup(self, k: int) -> "OuterProduct":
+        right = self.right.regroup(k) if isinstance(self.right, Patches) else _join(self.right, k)
+        return OuterProduct(_join(self.left, k), right, self.shape)
+
+    def _plan(self, operation: str) -> Plan:
+        return self.planner.plan(operation, self.left, self.right)
+
+    def _noise(self) -> Tensor:
+        tile = self._plan("squared_norm").tile
+        return rounding(self.left.to(self.dtype), self.right.to(self.dtype), tile)
+
+    def _sum(self) -> Tensor:
+        return self.planner.sum(self.left, self.right).reshape(self.shape)
+
+    def _weighted_sum(self, weights: Tensor) -> Tensor:
+        sums = self.planner.weighted_sum(self.left, self.right, weights)
+        return sums.reshape(len(weights), *self.shape)
+
+    def _squared_norm(self) -> Tensor:
+        return self.planner.squared_norm(self.left, self.right)
+
+    def _sum_of_squares(self, center: Tensor | None) -> Tensor:
+        center = None if center is None else center.reshape(self.factor_sizes)
+        return self.planner.sum_of_squares(self.left, self.right, center).reshape(self.shape)
+
+    def _dot(self, direction: Tensor) -> Tensor:
+        return self.planner.dot(self.left, self.right, direction.reshape(self.factor_sizes))
+
+    def _project(self, directions: Tensor) -> Tensor:
+        directions = directions.reshape(len(directions), *self.factor_sizes)
+        return self.planner.project(self.left, self.right, directions)
+
+    def _details(self) -> str:
+        groups, outputs, inputs = self.factor_sizes
+        return f", G={groups} P={outputs} D={inputs} T={self.left.shape[3]}"
+
+
+def _join(operand: Tensor, k: int) -> Tensor:
+    """Put the positions of ``k`` consecutive samples one after another, ``[N / k, G, C, k * T]``."""
+    samples, groups, channels, positions = operand.shape
+    rows = operand.reshape(samples // k, k, groups, channels, positions).permute(0, 2, 3, 1, 4)
+    return rows.reshape(samples // k, groups, channels, k * positions)

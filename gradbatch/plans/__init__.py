@@ -1,0 +1,1 @@
+"""Which contraction order and which kernel evaluates an operation: tensors and shapes in, tensors out."""

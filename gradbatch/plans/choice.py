@@ -1,0 +1,144 @@
+"""The choice of a plan: a cost model over the sizes of the operands, and the tiles that fit a byte budget."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from gradbatch.errors import UsageError
+from gradbatch.plans.convolutions import CORRELATE_METHODS
+from gradbatch.plans.costs import Cost, Sizes, cost_from_dense, cost_without_dense
+from gradbatch.plans.kernels import Tile
+
+PLANS: Mapping[str, tuple[str, ...]] = {
+    "dense": ("einsum", *CORRELATE_METHODS),
+    "sum": ("einsum", "native"),
+    "weighted_sum": ("scaled", "dense"),
+    "squared_norm": ("ghost", "dense"),
+    "inner": ("ghost", "dense"),
+    "gram": ("ghost", "dense"),
+    "sum_of_squares": ("squares", "dense"),
+    "dot": ("contract", "dense"),
+    "project": ("contract", "dense"),
+}
+"""Every operation and the names of the plans that evaluate it."""
+
+# A native weight gradient of a convolution beats unfolding and multiplying where there are many positions to unfold, or
+# so few output channels in a group that the product of patches is no matrix product (measured, one CPU thread).
+_MANY_POSITIONS, _FEW_OUTPUTS = 512, 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one operation is evaluated.
+
+    Args:
+        operation: a key of :data:`PLANS`.
+        name: the plan, one of ``PLANS[operation]``.
+        flops: floating point operations.
+        bytes: peak size of the temporaries.
+        tile: how much of the operands is held at once.
+        kernel: how gradients are materialised where the plan does that, a name of ``PLANS["dense"]``.
+    """
+
+    operation: str
+    name: str
+    flops: int
+    bytes: int
+    tile: Tile
+    kernel: str
+
+    def __repr__(self) -> str:
+        kernel = f" by {self.kernel}" if self.name == "dense" else ""
+        samples, rows, positions, _ = self.tile
+        return (
+            f"Plan({self.operation}: {self.name}{kernel}, {self.flops / 1e6:.3g} MFLOP, {self.bytes / 2**20:.3g} MiB, "
+            f"tiles of {samples} samples, {rows} rows, {positions} positions)"
+        )
+
+
+def check_operation(operation: str) -> None:
+    """Raise :class:`UsageError` unless ``operation`` is a key of :data:`PLANS`."""
+    if operation not in PLANS:
+        raise UsageError(f"there is no operation {operation!r} to plan; there are {', '.join(PLANS)}.")
+
+
+def check_force(force: Mapping[str, str]) -> None:
+    """Raise :class:`UsageError` unless ``force`` maps operations to plans that they have."""
+    for operation, name in force.items():
+        check_operation(operation)
+        if name not in PLANS[operation]:
+            raise UsageError(f"{operation!r} has no plan {name!r}; it has {', '.join(PLANS[operation])}.")
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    operation: str, sizes: Sizes, budget: int, force: tuple[tuple[str, str], ...], centered: bool
+) -> Plan:
+    """Choose the plan of an operation: the forced one if it can evaluate these operands, else the fastest."""
+    forced = dict(force)
+    kernel = _kernel(sizes, forced.get("dense"))
+    costs: dict[str, Cost] = {}
+    if operation == "dense":
+        costs[kernel] = cost_from_dense(operation, sizes, kernel)
+    elif operation == "sum":
+        names = ("native", "einsum") if sizes.patches else ("einsum",)
+        costs = {name: cost_without_dense(operation, sizes) for name in names}
+    else:
+        direct = PLANS[operation][0]
+        if direct != "squares" or (sizes.t == 1 and not centered):
+            costs[direct] = cost_without_dense(operation, sizes)
+        costs["dense"] = cost_from_dense(operation, sizes, kernel)
+    name = forced.get(operation, "")
+    if name not in costs:
+        name = min(costs, key=lambda key: costs[key].time)
+    cost = costs[name]
+    tile, held = _tile(operation, name, cost, sizes, budget // sizes.itemsize)
+    return Plan(operation, name, cost.flops, held * sizes.itemsize, tile, kernel)
+
+
+def _kernel(sizes: Sizes, forced: str | None) -> str:
+    """How gradients are materialised."""
+    if not sizes.patches:
+        return "einsum"
+    if forced in CORRELATE_METHODS:
+        return str(forced)
+    few = sizes.g > 1 and sizes.p <= _FEW_OUTPUTS
+    return "grouped" if not sizes.cuda and (few or sizes.t > _MANY_POSITIONS) else "unfold"
+
+
+def _tile(operation: str, name: str, cost: Cost, sizes: Sizes, room: int) -> tuple[Tile, int]:
+    """Fit the temporaries into ``room`` elements: fewer samples, then fewer output rows or second positions.
+
+    Returns the tile and the elements that it holds. One row, or one second position, of one sample is never cut.
+    """
+    samples, rows, positions = max(sizes.n, 1), max(sizes.p, 1), max(sizes.s, 1)
+    unfold = samples
+    if cost.unfolded:
+        room = room // 2
+        unfold = min(samples, max(1, room // cost.unfolded))
+    elements = max(1, cost.elements)
+    if operation == "dense":
+        return Tile(samples, rows, positions, unfold), unfold * cost.unfolded
+    if operation == "gram":
+        both = max(samples, sizes.m)
+        if name == "ghost":
+            block = min(both, max(1, math.isqrt(room // elements)))
+            cut = _fit(positions, elements, room) if block == 1 else positions
+            return Tile(block, rows, cut, unfold), block**2 * elements * cut // positions
+        # A pair of tiles of samples is materialised anew for each other tile, so here the output rows are cut first.
+        cut = _fit(rows, elements * both, room)
+        block = both if cut * both * elements // rows <= room else max(1, room * rows // elements)
+        return Tile(min(block, both), cut, positions, unfold), block * elements * cut // rows
+    block = min(samples, room // elements)
+    if block >= 1:
+        held = block * elements + min(unfold, block) * cost.unfolded
+        return Tile(block, rows, positions, unfold), held
+    rows_cut, positions_cut = _fit(rows, elements, room), _fit(positions, elements, room)
+    part = rows_cut / rows if name == "dense" else positions_cut / positions
+    return Tile(1, rows_cut, positions_cut, unfold), int(elements * part) + cost.unfolded
+
+
+def _fit(length: int, elements: int, room: int) -> int:
+    """How much of an axis of some ``length`` fits into the room, if all of it has so many ``elements``; at least 1."""
+    return min(length, max(1, length * room // elements))

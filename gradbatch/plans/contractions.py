@@ -1,0 +1,251 @@
+"""Operations on pairs of operands, each evaluated as the planner decides, within a byte budget.
+
+It decides for each operation and the *current* sizes, by a cost model: operation counts of ``opt_einsum`` plus what is
+written to memory. A plan never changes a value beyond rounding, so any of them can be forced. Where positions are
+contracted against positions (the "ghost" plans) the terms can be much larger than their sum; the samples that lose
+their digits that way are found and materialised.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from gradbatch.errors import UsageError
+from gradbatch.plans import kernels
+from gradbatch.plans.choice import (
+    PLANS as PLANS,
+    Plan as Plan,
+    check_force,
+    check_operation as check_operation,
+    choose,
+)
+from gradbatch.plans.convolutions import Patches
+from gradbatch.plans.costs import Sizes
+from gradbatch.plans.kernels import Operand as Operand, Tile
+
+AnyOperand = TypeVar("AnyOperand", bound=Operand)
+
+DEFAULT_BUDGET = 256 * 2**20
+
+
+class Planner:
+    """Evaluates operations on ``left [N, G, P, T]`` and ``right [N, G, D, T]``, a tensor or patches.
+
+    Args:
+        budget: bytes that the temporaries of one operation may take. Samples are tiled first, then output rows or the
+            second positions of a ghost sum; a single one of those of a single sample is never cut.
+        force: operation to plan name, for what should not be left to the cost model. Where a forced plan cannot
+            evaluate the operands (a native convolution kernel for plain tensors, ``"squares"`` for several positions)
+            it is ignored.
+
+    All operands are computed in the widest of their dtypes, at least float32.
+
+    Raises:
+        UsageError: for an unknown operation or plan, or a budget that is not positive.
+
+    Example:
+        >>> Planner(budget=2**20, force={"squared_norm": "ghost"})
+        Planner(budget=1048576, force={'squared_norm': 'ghost'})
+    """
+
+    def __init__(self, budget: int = DEFAULT_BUDGET, force: Mapping[str, str] | None = None) -> None:
+        self.budget, self.force = budget, dict(force or {})
+        if budget <= 0:
+            raise UsageError(f"budget is {budget}; it is a number of bytes, at least 1.")
+        check_force(self.force)
+
+    def __repr__(self) -> str:
+        return f"Planner(budget={self.budget}, force={self.force})"
+
+    def forcing(self, **force: str) -> "Planner":
+        """A planner with the same budget that forces these plans too."""
+        return Planner(self.budget, {**self.force, **force})
+
+    def plan(
+        self,
+        operation: str,
+        left: Tensor,
+        right: Operand,
+        others: tuple[Tensor, Operand] | None = None,
+        count: int = 1,
+        centered: bool = False,
+    ) -> Plan:
+        """Decide how an operation is evaluated.
+
+        Args:
+            operation: a key of :data:`PLANS`.
+            left: ``[N, G, P, T]``.
+            right: ``[N, G, D, T]``.
+            others: the second left and right of ``inner`` and ``gram``; by default those of the first.
+            count: number of weight vectors or directions.
+            centered: whether ``sum_of_squares`` has a center.
+
+        Raises:
+            UsageError: for an unknown operation.
+        """
+        check_operation(operation)
+        left2, right2 = others or (left, right)
+        dtype = accumulation_dtype(left.dtype, right.dtype, left2.dtype, right2.dtype)
+        sizes = Sizes(
+            n=left.shape[0],
+            g=left.shape[1],
+            p=left.shape[2],
+            d=right.shape[2],
+            t=left.shape[3],
+            m=left2.shape[0],
+            s=left2.shape[3],
+            k=count,
+            itemsize=dtype.itemsize,
+            pair=others is not None,
+            patches=isinstance(right, Patches) or isinstance(right2, Patches),
+            cuda=left.device.type == "cuda",
+        )
+        return choose(operation, sizes, self.budget, tuple(sorted(self.force.items())), centered)
+
+    def dense(self, left: Tensor, right: Operand) -> Tensor:
+        """Per-sample gradients, ``[N, G, P, D]``."""
+        left, right = _promoted(left, right)
+        plan = self.plan("dense", left, right)
+        return kernels.slab(left, right, plan.tile, plan.kernel)
+
+    def sum(self, left: Tensor, right: Operand) -> Tensor:
+        """Sum over samples, ``[G, P, D]``."""
+        left, right = _promoted(left, right)
+        plan = self.plan("sum", left, right)
+        return kernels.summed(left, right, plan.tile, plan.name == "native")
+
+    def weighted_sum(self, left: Tensor, right: Operand, weights: Tensor) -> Tensor:
+        """Weighted sums for ``weights [K, N]``, ``[K, G, P, D]``."""
+        left, right, weights = _promoted(left, right, weights)
+        plan = self.plan("weighted_sum", left, right, count=len(weights))
+        if plan.name == "dense":
+            return kernels.weighted_dense(left, right, weights, plan.tile, plan.kernel)
+        each = self.plan("sum", left, right)
+        return kernels.weighted_scaled(left, right, weights, each.tile, each.name == "native")
+
+    def squared_norm(self, left: Tensor, right: Operand) -> Tensor:
+        """Squared norms, ``[N]``, never negative."""
+        left, right = _promoted(left, right)
+        plan = self.plan("squared_norm", left, right)
+        if plan.name == "dense":
+            return kernels.squared_norm_dense(left, right, plan.tile, plan.kernel)
+        norms = kernels.squared_norm_ghost(left, right, plan.tile).clamp_min(0)
+        lost = _cancelled(left, right, norms, plan.tile)
+        if len(lost) == 0:
+            return norms
+        again = self.forcing(squared_norm="dense").squared_norm(left[lost], select(right, lost))
+        return norms.index_copy(0, lost, again)
+
+    def inner(self, left: Tensor, right: Operand, left2: Tensor, right2: Operand) -> Tensor:
+        """Inner products of each sample's two gradients, ``[N]``; exact to rounding of the product of the norms."""
+        left, right, left2, right2 = _promoted(left, right, left2, right2)
+        plan = self.plan("inner", left, right, (left2, right2))
+        if plan.name == "dense":
+            methods = plan.kernel, self.plan("dense", left2, right2).kernel
+            return kernels.inner_dense(left, right, left2, right2, plan.tile, methods)
+        value = kernels.inner_ghost(left, right, left2, right2, plan.tile)
+        size = (kernels.rounding(left, right, plan.tile) * kernels.rounding(left2, right2, plan.tile)).sqrt()
+
+        def norms(index: Tensor) -> Tensor:
+            first = self.squared_norm(left[index], select(right, index))
+            return (first * self.squared_norm(left2[index], select(right2, index))).sqrt()
+
+        def again(index: Tensor) -> Tensor:
+            first, second = (left[index], select(right, index)), (left2[index], select(right2, index))
+            return self.forcing(inner="dense").inner(*first, *second)
+
+        return kernels.repaired(value, size, norms, again)
+
+    def gram(
+        self, left: Tensor, right: Operand, left2: Tensor | None = None, right2: Operand | None = None
+    ) -> Tensor:
+        """Inner products of all pairs of samples, ``[N, M]``.
+
+        Without a second left and right, those of the first with themselves: exactly symmetric, squared norms on the
+        diagonal.
+        """
+        left, right = _promoted(left, right)
+        others = None
+        if left2 is not None and right2 is not None:
+            left, right, *others = _promoted(left, right, left2, right2)
+        left2, right2 = others or (left, right)
+        plan = self.plan("gram", left, right, (left2, right2) if others else None)
+        if plan.name == "dense":
+            methods = plan.kernel, self.plan("dense", left2, right2).kernel
+            return kernels.gram_dense(left, right, left2, right2, plan.tile, methods)
+        gram = kernels.gram_ghost(left, right, left2, right2, plan.tile)
+        norms = self.squared_norm(left, right)
+        for index, gradients in self._cancelled_gradients(left, right, norms, plan.tile):
+            rows = self.project(left2, right2, gradients).mT
+            gram = gram.index_copy(0, index, rows)
+            gram = gram if others else gram.index_copy(1, index, rows.mT)
+        if not others:
+            return torch.diagonal_scatter(kernels.mirrored(gram), norms)
+        norms = self.squared_norm(left2, right2)
+        for index, gradients in self._cancelled_gradients(left2, right2, norms, plan.tile):
+            gram = gram.index_copy(1, index, self.project(left, right, gradients))
+        return gram
+
+    def sum_of_squares(self, left: Tensor, right: Operand, center: Tensor | None = None) -> Tensor:
+        """Sums over samples of squared differences from ``center [G, P, D]``, ``[G, P, D]``; never negative."""
+        if center is not None:
+            left, right, center = _promoted(left, right, center)
+        left, right = _promoted(left, right)
+        plan = self.plan("sum_of_squares", left, right, centered=center is not None)
+        if plan.name == "squares":
+            return self.sum(left.square(), kernels.columns(right).square())
+        return kernels.sum_of_squares(left, right, center, plan.tile, plan.kernel)
+
+    def dot(self, left: Tensor, right: Operand, direction: Tensor) -> Tensor:
+        """Inner products with ``direction [G, P, D]``, ``[N]``."""
+        return self._projected("dot", left, right, direction[None])[:, 0]
+
+    def project(self, left: Tensor, right: Operand, directions: Tensor) -> Tensor:
+        """Inner products with ``directions [K, G, P, D]``, ``[N, K]``."""
+        return self._projected("project", left, right, directions)
+
+    def _projected(self, operation: str, left: Tensor, right: Operand, directions: Tensor) -> Tensor:
+        left, right, directions = _promoted(left, right, directions)
+        plan = self.plan(operation, left, right, count=len(directions))
+        if plan.name == "dense":
+            return kernels.project_dense(left, right, directions, plan.tile, plan.kernel)
+        return kernels.project_contract(left, right, directions, plan.tile)
+
+    def _cancelled_gradients(
+        self, left: Tensor, right: Operand, norms: Tensor, tile: Tile
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Materialise the samples whose ghost sums are not to be trusted: their positions, ``[n, G, P, D]``."""
+        lost = _cancelled(left, right, norms, tile)
+        bytes_each = left.shape[1] * left.shape[2] * right.shape[2] * left.dtype.itemsize
+        for start, stop in kernels.spans(len(lost), self.budget // max(1, bytes_each)) if len(lost) else ():
+            index = lost[start:stop]
+            yield index, self.dense(left[index], select(right, index))
+
+
+def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype that operands of these are computed in: the widest of them, at least float32."""
+    widest = torch.float32
+    for dtype in dtypes:
+        widest = torch.promote_types(widest, dtype)
+    return widest
+
+
+def select(operand: AnyOperand, index: Tensor) -> AnyOperand:
+    """Take the samples at ``index``."""
+    chosen = operand[index] if isinstance(operand, Tensor) else operand.select(index)
+    return cast(AnyOperand, chosen)
+
+
+def _promoted(*operands: Any) -> Any:
+    """Cast tensors and patches to the dtype they are computed in; each keeps its type."""
+    dtype = accumulation_dtype(*(operand.dtype for operand in operands))
+    return [operand if operand.dtype == dtype else operand.to(dtype) for operand in operands]
+
+
+def _cancelled(left: Tensor, right: Operand, norms: Tensor, tile: Tile) -> Tensor:
+    """Samples whose ghost sums are not to be trusted, by their position."""
+    exact = left.shape[3] < 2  # an outer product alone has nothing to cancel with
+    noise = norms if exact else kernels.rounding(left, right, tile)
+    return kernels.cancelled(noise, norms).nonzero()[:, 0]

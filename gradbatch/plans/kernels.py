@@ -1,0 +1,271 @@
+"""The evaluations that a plan chooses from: every one is tiled, none forms the product of one group with another.
+
+Operands are ``left [N, G, P, T]`` and ``right [N, G, D, T]``, a tensor or patches that are not yet unfolded, both in
+the dtype to compute in. A tile bounds how many samples, output rows (``p``) and second positions (``s``) are held at
+once. Samples are only ever independent rows, columns or batches of a product, so that a non-finite one stays alone.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradbatch.plans.convolutions import Patches, correlate, correlate_sum
+from gradbatch.plans.costs import contract
+
+Operand = Tensor | Patches
+
+
+class Tile(NamedTuple):
+    """How much is held at once: samples, output rows of the gradient, second positions, samples unfolded."""
+
+    samples: int
+    rows: int
+    positions: int
+    unfold: int
+
+
+def spans(total: int, step: int) -> Iterator[tuple[int, int]]:
+    """Cut ``range(total)`` into spans of at most ``step``; an empty range is one empty span."""
+    for start in range(0, max(total, 1), max(step, 1)):
+        yield start, min(start + max(step, 1), total)
+
+
+def part(operand: Operand, start: int, stop: int) -> Operand:
+    """View the samples from ``start`` to ``stop``."""
+    if isinstance(operand, Tensor):
+        return operand[start:stop]
+    rows = operand.rows
+    source = operand.source[start * rows : stop * rows]
+    return Patches(source, operand.window, operand.groups, operand.positions, rows)
+
+
+def columns(right: Operand) -> Tensor:
+    """The right operand as a tensor, ``[N, G, D, T]``."""
+    return right if isinstance(right, Tensor) else right.unfold()
+
+
+def slab(left: Tensor, right: Operand, tile: Tile, method: str) -> Tensor:
+    """Materialise the gradients of some samples and output rows, ``[n, G, p, D]``.
+
+    Unfolded patches may be far larger than the gradients, so they have a tile of their own.
+    """
+    if isinstance(right, Tensor):
+        return torch.matmul(left, right.mT)
+    if method != "unfold":
+        return correlate(left, right, method)
+    if tile.unfold >= len(left):
+        return torch.matmul(left, right.unfold().mT)
+    out = left.new_empty(shape_of(left, right))
+    for start, stop in spans(len(left), tile.unfold):
+        out[start:stop] = torch.matmul(left[start:stop], columns(part(right, start, stop)).mT)
+    return out
+
+
+def slabs(left: Tensor, right: Operand, tile: Tile, method: str) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Materialise the gradients tile by tile: samples, output rows, ``[n, G, p, D]``."""
+    for start, stop in spans(left.shape[0], tile.samples):
+        chosen = part(right, start, stop)
+        if method == "unfold" and stop - start <= tile.unfold and tile.rows < left.shape[2]:
+            chosen = columns(chosen)
+        for top, bottom in spans(left.shape[2], tile.rows):
+            block = slab(left[start:stop, :, top:bottom], chosen, tile, method)
+            yield slice(start, stop), slice(top, bottom), block
+
+
+def shape_of(left: Tensor, right: Operand) -> tuple[int, int, int, int]:
+    """``(N, G, P, D)``."""
+    return left.shape[0], left.shape[1], left.shape[2], right.shape[2]
+
+
+def summed(left: Tensor, right: Operand, tile: Tile, native: bool) -> Tensor:
+    """Sum over samples, ``[G, P, D]``."""
+    if native and isinstance(right, Patches):
+        return correlate_sum(left, right)
+    if isinstance(right, Tensor):
+        return contract("sum", left, right)
+    out = left.new_zeros(shape_of(left, right)[1:])
+    for start, stop in spans(left.shape[0], min(tile.samples, tile.unfold)):
+        out += contract("sum", left[start:stop], columns(part(right, start, stop)))
+    return out
+
+
+def weighted_scaled(left: Tensor, right: Operand, weights: Tensor, tile: Tile, native: bool) -> Tensor:
+    """Weighted sums, ``[K, G, P, D]``, by scaling the left operand."""
+    out = left.new_zeros(len(weights), *shape_of(left, right)[1:])
+    for k, weight in enumerate(weights):
+        out[k] = summed(left * weight[:, None, None, None], right, tile, native)
+    return out
+
+
+def weighted_dense(left: Tensor, right: Operand, weights: Tensor, tile: Tile, method: str) -> Tensor:
+    """Weighted sums, ``[K, G, P, D]``, of materialised gradients."""
+    out = left.new_zeros(len(weights), *shape_of(left, right)[1:])
+    for samples, rows, block in slabs(left, right, tile, method):
+        out[:, :, rows] += torch.tensordot(weights[:, samples], block, 1)
+    return out
+
+
+def squared_norm_dense(left: Tensor, right: Operand, tile: Tile, method: str) -> Tensor:
+    """Squared norms, ``[N]``, of materialised gradients."""
+    out = left.new_zeros(left.shape[0])
+    for samples, _, block in slabs(left, right, tile, method):
+        out[samples] += block.square().sum((1, 2, 3))
+    return out
+
+
+def inner_ghost(left: Tensor, right: Operand, left2: Tensor, right2: Operand, tile: Tile) -> Tensor:
+    """Inner products, ``[N]``, without materialised gradients: positions against positions.
+
+    References:
+        Efficient Per-Example Gradient Computations (Goodfellow, 2015), https://arxiv.org/abs/1510.01799
+    """
+    out = left.new_zeros(left.shape[0])
+    same = right is right2
+    for start, stop in spans(left.shape[0], min(tile.samples, tile.unfold)):
+        rights = columns(part(right, start, stop))
+        rights2 = rights if same else columns(part(right2, start, stop))
+        for first, last in spans(left2.shape[3], tile.positions):
+            lefts = torch.matmul(left[start:stop].mT, left2[start:stop, ..., first:last])
+            out[start:stop] += (lefts * torch.matmul(rights.mT, rights2[..., first:last])).sum((1, 2, 3))
+    return out
+
+
+def squared_norm_ghost(left: Tensor, right: Operand, tile: Tile) -> Tensor:
+    """Squared norms, ``[N]``, without materialised gradients."""
+    if left.shape[3] == 1:  # the norm of an outer product is the product of the norms
+        return (left.square().sum((2, 3)) * columns(right).square().sum((2, 3))).sum(1)
+    return inner_ghost(left, right, left, right, tile)
+
+
+def inner_dense(
+    left: Tensor, right: Operand, left2: Tensor, right2: Operand, tile: Tile, methods: tuple[str, str]
+) -> Tensor:
+    """Inner products, ``[N]``, of materialised gradients."""
+    out = left.new_zeros(left.shape[0])
+    pairs = zip(slabs(left, right, tile, methods[0]), slabs(left2, right2, tile, methods[1]), strict=True)
+    for (samples, _, block), (_, _, block2) in pairs:
+        out[samples] += (block * block2).sum((1, 2, 3))
+    return out
+
+
+def gram_ghost(left: Tensor, right: Operand, left2: Tensor, right2: Operand, tile: Tile) -> Tensor:
+    """Inner products of all pairs, ``[N, M]``, without materialised gradients."""
+    out = left.new_zeros(left.shape[0], left2.shape[0])
+    same = left is left2 and right is right2
+    step = min(tile.samples, tile.unfold)
+    for start, stop in spans(left.shape[0], step):
+        rights = columns(part(right, start, stop))
+        for start2, stop2 in spans(left2.shape[0], step):
+            if same and stop2 <= start:
+                continue
+            rights2 = rights if same and start2 == start else columns(part(right2, start2, stop2))
+            for first, last in spans(left2.shape[3], tile.positions):
+                lefts = _all_positions(left[start:stop], left2[start2:stop2, ..., first:last])
+                products = lefts * _all_positions(rights, rights2[..., first:last])
+                out[start:stop, start2:stop2] += products.sum((0, 2, 4))
+    return mirrored(out) if same else out
+
+
+def _all_positions(first: Tensor, second: Tensor) -> Tensor:
+    """Inner products over channels of all positions of all samples, ``[G, n, T, m, S]``."""
+    groups, inner = first.shape[1:3]
+    rows = first.permute(1, 0, 3, 2).reshape(groups, first.shape[0] * first.shape[3], inner)
+    cols = second.permute(1, 2, 0, 3).reshape(groups, inner, second.shape[0] * second.shape[3])
+    product = torch.bmm(rows, cols)
+    return product.reshape(groups, first.shape[0], first.shape[3], second.shape[0], second.shape[3])
+
+
+def gram_dense(
+    left: Tensor, right: Operand, left2: Tensor, right2: Operand, tile: Tile, methods: tuple[str, str]
+) -> Tensor:
+    """Inner products of all pairs, ``[N, M]``, of materialised gradients, a slab of output rows at a time."""
+    out = left.new_zeros(left.shape[0], left2.shape[0])
+    same = left is left2 and right is right2
+    for top, bottom in spans(left.shape[2], tile.rows):
+        lefts, lefts2 = left[:, :, top:bottom], left2[:, :, top:bottom]
+        whole = tile._replace(rows=bottom - top)
+        for samples, _, block in slabs(lefts, right, whole, methods[0]):
+            flat = block.reshape(len(block), math.prod(block.shape[1:]))
+            if same and len(block) == left.shape[0]:
+                out += flat @ flat.mT
+                continue
+            for samples2, _, block2 in slabs(lefts2, right2, whole, methods[1]):
+                out[samples, samples2] += flat @ block2.reshape(len(block2), flat.shape[1]).mT
+    return mirrored(out) if same else out
+
+
+def mirrored(gram: Tensor) -> Tensor:
+    """Make a square matrix exactly symmetric: what is below the diagonal is read from above it."""
+    above = torch.ones(gram.shape, dtype=torch.bool, device=gram.device).triu()
+    return torch.where(above, gram, gram.mT)
+
+
+def sum_of_squares(left: Tensor, right: Operand, center: Tensor | None, tile: Tile, method: str) -> Tensor:
+    """Sums over samples of squared differences from ``center [G, P, D]``, ``[G, P, D]``."""
+    out = left.new_zeros(shape_of(left, right)[1:])
+    for _, rows, block in slabs(left, right, tile, method):
+        difference = block if center is None else block - center[:, rows]
+        out[:, rows] += difference.square().sum(0)
+    return out
+
+
+def project_contract(left: Tensor, right: Operand, directions: Tensor, tile: Tile) -> Tensor:
+    """Inner products with ``directions [K, G, P, D]``, ``[N, K]``, without materialised gradients."""
+    out = left.new_zeros(left.shape[0], len(directions))
+    for start, stop in spans(left.shape[0], min(tile.samples, tile.unfold)):
+        out[start:stop] = contract("project", left[start:stop], columns(part(right, start, stop)), directions)
+    return out
+
+
+def project_dense(left: Tensor, right: Operand, directions: Tensor, tile: Tile, method: str) -> Tensor:
+    """Inner products with ``directions [K, G, P, D]``, ``[N, K]``, of materialised gradients."""
+    out = left.new_zeros(left.shape[0], len(directions))
+    for samples, rows, block in slabs(left, right, tile, method):
+        out[samples] += torch.tensordot(block, directions[:, :, rows].permute(1, 2, 3, 0), 3)
+    return out
+
+
+def rounding(left: Tensor, right: Operand, tile: Tile) -> Tensor:
+    """Estimate how large the terms of a ghost norm are, ``[N]``: its rounding error in units of the last place.
+
+    The terms are products of positions with positions. Their errors are independent as a rule, and then what counts is
+    the sum of the squared norms of the outer products; the worst case, positions that repeat each other, is the square
+    of the sum of their norms. The estimate takes the first, and the second at a discount.
+    """
+    out = left.new_zeros(left.shape[0])
+    for start, stop in spans(left.shape[0], min(tile.samples, tile.unfold)):
+        lefts = torch.linalg.vector_norm(left[start:stop], dim=2)
+        out[start:stop] = noise(lefts * torch.linalg.vector_norm(columns(part(right, start, stop)), dim=2))
+    return out
+
+
+def noise(norms: Tensor) -> Tensor:
+    """The estimate of :func:`rounding` from the norms of the terms, ``[n, G, T]``; ``[n]``."""
+    return torch.maximum(norms.square().sum(-1), norms.sum(-1).square() / 32).sum(1)
+
+
+def cancelled(noise: Tensor, squared_norm: Tensor) -> Tensor:
+    """Where a ghost norm is not to be trusted, ``[N]``: its terms are much larger than it, or it is not finite."""
+    limit = 3e3 if squared_norm.dtype == torch.float64 else 3e2
+    return ~(noise <= limit * squared_norm) | ~squared_norm.isfinite()
+
+
+def repaired(
+    inner: Tensor, size: Tensor, norms: Callable[[Tensor], Tensor], again: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Evaluate again those inner products, ``[N]``, that have lost their digits to cancellation.
+
+    Args:
+        inner: evaluated with terms of a ``size [N]`` that may be much larger.
+        size: estimate of :func:`rounding`, for inner products: the geometric mean of both operands'.
+        norms: the products of the norms of the samples at some positions; what an inner product is exact to.
+        again: the inner products of the samples at some positions, evaluated without such terms.
+    """
+    # A small inner product is suspicious; only small norms convict it, and they are dear.
+    index = cancelled(size, inner.abs()).nonzero()[:, 0]
+    if len(index):
+        index = index[cancelled(size[index], norms(index))]
+    return inner.index_copy(0, index, again(index)) if len(index) else inner

@@ -1,0 +1,48 @@
+"""What a quantity is: a name, and how the per-sample gradients of one parameter are reduced to a tensor."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+from gradbatch.factors import PerSampleGrad
+
+
+class Quantity(ABC):
+    """Something derived from the per-sample gradients of a parameter.
+
+    A subclass must define :attr:`name` and :meth:`reduce`, and may set the two flags. It is written with the operations
+    of :class:`~gradbatch.PerSampleGrad` alone, so it works on every layer that has a rule, present and future.
+
+    Attributes:
+        name: attribute that ``attach=True`` sets on each parameter.
+        additive: whether the quantity of all parameters together is the sum over parameters, as it is for squared norms
+            and dot products; allows ``results[...].total()``.
+        operation: the operation of ``PerSampleGrad`` that costs most, for the plan that ``gradbatch check`` shows.
+
+    Example:
+        >>> import torch, gradbatch
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class BatchMaxAbs(gradbatch.Quantity):
+        ...     name = "batch_max_abs"
+        ...     def reduce(self, grad): return grad.dense().abs().flatten(1).amax(1)
+        >>> model = gradbatch.extend(torch.nn.Linear(3, 2))
+        >>> losses = model(torch.ones(4, 3)).sum(1)
+        >>> gradbatch.backward(model, losses, BatchMaxAbs())[BatchMaxAbs]["weight"]
+        tensor([1., 1., 1., 1.])
+    """
+
+    name: ClassVar[str]
+    additive: ClassVar[bool] = False
+    operation: ClassVar[str] = "dense"
+
+    @abstractmethod
+    def reduce(self, grad: PerSampleGrad) -> Tensor:
+        """Reduce the per-sample gradients of one parameter.
+
+        Args:
+            grad: ``N`` per-sample gradients of the parameter's shape, usually not materialised.
+        """

@@ -1,0 +1,101 @@
+"""Embedding tables: the gradient of a sample touches only the rows that the sample looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from gradbatch.factors import PerSampleGrad, RowScatter
+from gradbatch.rules.axes import by_position, full
+from gradbatch.rules.call import Call
+from gradbatch.rules.registry import layer_rule
+
+# RowScatter's id of a row that does not exist.
+NO_ROW = -1
+
+
+def occurrences(ids: Tensor) -> Tensor:
+    """How often each id occurs in its own sample, ``[N, T]``.
+
+    Args:
+        ids: ``[N, T]``.
+    """
+    span = int(ids.max()) + 2 if ids.numel() else 1
+    keys = torch.arange(len(ids), device=ids.device).unsqueeze(1) * span + (ids + 1)
+    _, inverse, counts = torch.unique(keys, return_inverse=True, return_counts=True)
+    return counts[inverse]
+
+
+@layer_rule(nn.Embedding, feature_axes=1, reads=())
+def embedding(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
+    """One row of the output gradient for each looked-up id.
+
+    With ``scale_grad_by_freq`` an id's gradient is divided by how often it occurs in its own sample, as it is when
+    that sample is a batch of its own; so the sum over samples is not the batch's gradient, which divides by how often
+    it occurs in the batch.
+    """
+    if "weight" not in call.needs:
+        return
+    module = call.module
+    ids = by_position(call.input, 0).long()
+    values = by_position(call.grad_output, 1)
+    if module.scale_grad_by_freq:
+        values = full(values) / occurrences(ids).unsqueeze(-1)
+    if module.padding_idx is not None:
+        ids = ids.masked_fill(ids == module.padding_idx, NO_ROW)
+    yield "weight", RowScatter(ids, values, module.weight.shape)
+
+
+def pad_bags(input: Tensor, offsets: Tensor | None, weights: Tensor | None, bags: int) -> tuple[Tensor, Tensor | None]:
+    """Bring bags of ids to one length: ids ``[bags, longest]`` filled with :data:`NO_ROW`, weights with 0.
+
+    Args:
+        input: ids ``[bags, length]``, or ``[ids]`` with the start of each bag in ``offsets``.
+        offsets: ``[bags]``, or ``[bags + 1]`` with the end of the last one.
+        weights: one for each id, or ``None``.
+        bags: number of bags.
+    """
+    if input.dim() == 2:
+        return input.long(), weights
+    assert offsets is not None  # torch itself refuses one-dimensional ids without offsets
+    starts = offsets.long()[:bags]
+    ends = offsets.long()[bags:] if len(offsets) > bags else starts.new_tensor([len(input)])
+    lengths = torch.diff(starts, append=ends[:1])
+    longest = int(lengths.max()) if bags else 0
+    place = torch.arange(longest, device=input.device)
+    inside = place < lengths.unsqueeze(1)
+    index = (starts.unsqueeze(1) + place).masked_fill(~inside, 0)
+    if len(input) == 0:
+        return input.new_full((bags, longest), NO_ROW, dtype=torch.long), None
+    ids = input.long()[index].masked_fill(~inside, NO_ROW)
+    return ids, None if weights is None else weights[index].masked_fill(~inside, 0)
+
+
+@layer_rule(nn.EmbeddingBag, feature_axes=1, reads=("weight",))
+def embedding_bag(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
+    """The bag's output gradient for each of its ids, weighted, averaged, or where the id is the maximum."""
+    if "weight" not in call.needs:
+        return
+    module, arguments = call.module, call.arguments
+    bags = call.raw_grad_output.shape[0]
+    ids, weights = pad_bags(arguments["input"], arguments["offsets"], arguments["per_sample_weights"], bags)
+    if module.padding_idx is not None:
+        ids = ids.masked_fill(ids == module.padding_idx, NO_ROW)
+    present = ids != NO_ROW
+    values = full(call.raw_grad_output).unsqueeze(1).expand(-1, ids.shape[1], -1)
+    if module.mode == "mean":
+        values = values / present.sum(1).clamp_min(1).view(-1, 1, 1)
+    elif module.mode == "max" and ids.shape[1]:
+        # The forward keeps which id was largest to itself, so find it again; ties go to the first, as there.
+        rows = module.weight.detach()[ids.clamp_min(0)].masked_fill(~present.unsqueeze(-1), -torch.inf)
+        largest = rows.argmax(1, keepdim=True)
+        place = torch.arange(ids.shape[1], device=ids.device).view(1, -1, 1)
+        values = values.masked_fill(place != largest, 0)
+    elif weights is not None:
+        values = values * weights.unsqueeze(-1)
+    ids, values = by_position(call.sample_first(ids), 0), by_position(call.sample_first(values), 1)
+    if module.scale_grad_by_freq:
+        values = values / occurrences(ids).unsqueeze(-1)
+    yield "weight", RowScatter(ids, values, module.weight.shape)

@@ -1,0 +1,105 @@
+"""Normalisation layers: ``y = w x̂ + b``, with ``x̂`` recomputed from the input.
+
+Their per-sample gradients are as small as a bias, so they are materialised. Layers that normalise over the batch are
+taught in eval mode only; in training the samples are coupled, and the capture refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradbatch.factors import Dense, PerSampleGrad
+from gradbatch.rules.axes import by_position, full, total
+from gradbatch.rules.call import Call
+from gradbatch.rules.registry import layer_rule
+
+
+def _scale_and_shift(
+    call: Call, features: int, normalise: Callable[[Tensor], Tensor], per_channel: bool
+) -> Iterator[tuple[str, PerSampleGrad]]:
+    """Gradients of an elementwise affine map after a normalisation.
+
+    Args:
+        call: the layer's call.
+        features: trailing axes that are normalised together, or the channel axis and all behind it.
+        normalise: from ``[rows, *features]`` to ``x̂`` of the same shape.
+        per_channel: one weight a channel (the first feature axis) rather than one for each element.
+    """
+    grad_output = full(by_position(call.grad_output, features))
+    summed = (1, *range(3, grad_output.dim())) if per_channel else (1,)
+    if "weight" in call.needs:
+        input = by_position(call.input, features)
+        normalised = full(normalise(input.flatten(0, 1))).view(input.shape)
+        yield "weight", Dense(total(grad_output * normalised, summed))
+    if "bias" in call.needs:
+        yield "bias", Dense(total(grad_output, summed))
+
+
+@layer_rule(nn.LayerNorm, feature_axes=lambda module, _: len(module.normalized_shape), reads=())
+def layer_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
+    """Normalised over the last axes, one weight an element of them."""
+    shape, eps = call.module.normalized_shape, call.module.eps
+    yield from _scale_and_shift(call, len(shape), lambda x: F.layer_norm(full(x), shape, eps=eps), per_channel=False)
+
+
+@layer_rule(nn.RMSNorm, feature_axes=lambda module, _: len(module.normalized_shape), reads=())
+def rms_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
+    """Divided by the root mean square of the last axes."""
+    shape, eps = call.module.normalized_shape, call.module.eps
+    # In the input's own dtype: where eps is None, its value depends on the dtype.
+    yield from _scale_and_shift(call, len(shape), lambda x: F.rms_norm(x, shape, eps=eps), per_channel=False)
+
+
+def _channel_and_behind(module: nn.Module, output_dim: int) -> int:
+    return output_dim - 1
+
+
+@layer_rule(nn.GroupNorm, feature_axes=_channel_and_behind, reads=())
+def group_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
+    """Normalised over each group of channels and all positions of an image."""
+    groups, eps = call.module.num_groups, call.module.eps
+    features = call.feature_axes or 1
+    yield from _scale_and_shift(call, features, lambda x: F.group_norm(full(x), groups, eps=eps), per_channel=True)
+
+
+def _instance_norm_axes(module: nn.Module, output_dim: int) -> int:
+    return {nn.InstanceNorm1d: 2, nn.InstanceNorm2d: 3, nn.InstanceNorm3d: 4}[type(module)]
+
+
+@layer_rule(
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    feature_axes=_instance_norm_axes,
+    reads=(),
+)
+def instance_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
+    """Normalised over the positions of each channel of an image, or by running statistics in eval mode."""
+    module = call.module
+    own_statistics = call.training or not module.track_running_stats
+    mean, var = (None, None) if own_statistics else (full(module.running_mean), full(module.running_var))
+
+    def normalise(input: Tensor) -> Tensor:
+        return F.instance_norm(full(input), mean, var, use_input_stats=own_statistics, eps=module.eps)
+
+    yield from _scale_and_shift(call, call.feature_axes or 2, normalise, per_channel=True)
+
+
+@layer_rule(
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    feature_axes=_channel_and_behind,
+    reads=("running_mean", "running_var"),
+)
+def batch_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
+    """Eval mode: normalised by running statistics, which are constants."""
+    module = call.module
+
+    def normalise(input: Tensor) -> Tensor:
+        return F.batch_norm(full(input), full(module.running_mean), full(module.running_var), eps=module.eps)
+
+    yield from _scale_and_shift(call, call.feature_axes or 1, normalise, per_channel=True)

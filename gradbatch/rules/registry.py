@@ -1,0 +1,131 @@
+"""The registry of layer rules: which function teaches which layer type.
+
+One rule a type, looked up by the exact type: a subclass may compute something else, and is never taken for its base
+class. So is a class or an instance whose ``forward`` was replaced after the rule was registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from gradbatch.errors import UsageError
+from gradbatch.factors import PerSampleGrad
+from gradbatch.rules.call import Call
+
+RuleFunction = Callable[[Call], Iterator[tuple[str, PerSampleGrad]]]
+FeatureAxes = int | Callable[[nn.Module, int], int] | None
+_Function = TypeVar("_Function", bound=RuleFunction)
+
+
+@dataclass(frozen=True)
+class LayerRule:
+    """A rule with what gradbatch has to know before it can call it.
+
+    Args:
+        function: from a :class:`Call` to ``(parameter name, PerSampleGrad)`` pairs.
+        forward: the ``forward`` the rule was written for.
+        feature_axes: trailing axes of the output that belong to the layer's function, or a function of the module
+            and the output's number of axes; all axes before them are interchangeable rows.
+        reads: names of own parameters and buffers whose values the rule reads; ``None``: all of them.
+    """
+
+    function: RuleFunction
+    forward: Callable[..., Any]
+    feature_axes: FeatureAxes
+    reads: tuple[str, ...] | None
+
+    def count_feature_axes(self, module: nn.Module, output_dim: int) -> int | None:
+        """Number of trailing feature axes of an output with ``output_dim`` axes; ``None`` if the rule did not say."""
+        if callable(self.feature_axes):
+            return self.feature_axes(module, output_dim)
+        return self.feature_axes
+
+
+_RULES: dict[type[nn.Module], LayerRule] = {}
+
+
+def layer_rule(
+    *types: type[nn.Module], feature_axes: FeatureAxes = None, reads: tuple[str, ...] | None = None
+) -> Callable[[_Function], _Function]:
+    """Teach gradbatch a layer: register a function from a call to the per-sample gradients of its parameters.
+
+    The function yields ``(name, PerSampleGrad)`` for every own parameter of the layer that needs a gradient
+    (``call.needs``). It serves every quantity, built in or yours.
+
+    Args:
+        types: the layer types, matched exactly. Subclasses need a rule of their own.
+        feature_axes: how many trailing axes of the output belong to the layer's function, e.g. 1 for a layer that
+            acts on the last axis. All axes before them are rows that the layer treats alike, and the samples may lie
+            on any of them: ``call.input`` is ``[N, *other rows, *features]``. Left out, the samples must lie on
+            axis 0. A function of ``(module, output.dim())`` where it depends on the module.
+        reads: names of the layer's parameters and buffers that the rule reads, so that a change of them between
+            forward and backward is noticed; left out, all of them.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Raises:
+        UsageError: no type, or something that is not a subclass of ``torch.nn.Module``.
+
+    Edge cases: a second rule for a type replaces the first.
+
+    Example:
+        >>> import torch, gradbatch
+        >>> class Scale(torch.nn.Module):
+        ...     def __init__(self, channels):
+        ...         super().__init__()
+        ...         self.weight = torch.nn.Parameter(torch.ones(channels))
+        ...     def forward(self, input):
+        ...         return input * self.weight
+        >>> @gradbatch.layer_rule(Scale, feature_axes=1)
+        ... def scale(call):
+        ...     product = call.input * call.grad_output
+        ...     yield "weight", gradbatch.Dense(product.flatten(1, -2).sum(1) if product.dim() > 2 else product)
+        >>> model = gradbatch.extend(torch.nn.Sequential(torch.nn.Linear(3, 4), Scale(4)))
+        >>> losses = model(torch.randn(2, 3)).square().sum(1)
+        >>> {name: tuple(grad.shape) for name, grad in gradbatch.per_sample_grads(model, losses).items()}
+        {'0.weight': (2, 4, 3), '0.bias': (2, 4), '1.weight': (2, 4)}
+    """
+    for kind in types:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise UsageError(f"layer_rule takes subclasses of torch.nn.Module, not {kind!r}")
+    if not types:
+        raise UsageError("layer_rule needs at least one layer type, as in @layer_rule(MyLayer)")
+
+    def register(function: _Function) -> _Function:
+        for kind in types:
+            _RULES[kind] = LayerRule(function, kind.forward, feature_axes, reads)
+        return function
+
+    return register
+
+
+def rule_for(module: nn.Module) -> LayerRule | None:
+    """The rule that explains this very module, or ``None``.
+
+    Edge cases: ``None`` for a subclass of a taught layer, for an instance or a class whose ``forward`` was replaced.
+    """
+    rule = _RULES.get(type(module))
+    if rule is None or "forward" in module.__dict__ or type(module).forward is not rule.forward:
+        return None
+    return rule
+
+
+def why_no_rule(module: nn.Module) -> str:
+    """Say in words why :func:`rule_for` found nothing."""
+    kind = type(module)
+    if kind in _RULES:
+        return f"the forward of {kind.__name__} was replaced, so its layer rule does not describe it any more"
+    bases = [base.__name__ for base in kind.__mro__[1:] if base in _RULES]
+    if bases:
+        return f"{kind.__name__} is a subclass of {bases[0]}, whose rule may not describe it"
+    return f"{kind.__name__} has no layer rule"
+
+
+def taught_types() -> list[type[nn.Module]]:
+    """All layer types with a rule, by name."""
+    return sorted(_RULES, key=lambda kind: kind.__name__)
