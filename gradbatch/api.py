@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from gradbatch.capture.direct import capture_losses
 from gradbatch.capture.evaluate import plain_arithmetic
-from gradbatch.capture.hooks import couples_samples, install, needs_recorder, recorder_of, remove
+from gradbatch.capture.hooks import install, needs_recorder, recorder_of, remove
 from gradbatch.capture.live import LiveCapture
+from gradbatch.capture.records import couples_samples
 from gradbatch.capture.uses import Names, coupling_message
 from gradbatch.errors import CoupledSamples, UsageError
 from gradbatch.factors import PerSampleGrad
@@ -61,7 +62,9 @@ def extend(model: Model, batch_dim: int = 0) -> Model:
     if not isinstance(batch_dim, int) or batch_dim < 0:
         raise UsageError(f"batch_dim is {batch_dim!r}; it is an axis counted from the front, 0 or more")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise UsageError("a torch.jit.ScriptModule takes no Python hooks; extend the model before scripting it")
+        raise UsageError(
+            "a torch.jit.ScriptModule takes no Python hooks; extend the model before scripting it"
+        )
     for module in model.modules():
         if module is model or needs_recorder(module):
             install(module, batch_dim)
@@ -139,7 +142,9 @@ def backward(
     if reduction is not None:
         weights = torch.ones_like(losses)
         torch.autograd.backward(
-            losses, weights / max(len(losses), 1) if reduction == "mean" else weights, retain_graph=retain_graph
+            losses,
+            weights / max(len(losses), 1) if reduction == "mean" else weights,
+            retain_graph=retain_graph,
         )
     if attach:
         _attach(model, results, selection)
@@ -215,7 +220,9 @@ def compute(
             "losses (gradbatch cannot see it). With a vector of losses, use gradbatch.backward instead"
         )
     if model in _watched:
-        raise UsageError("compute: already inside a compute context of this model; ask for all quantities at once")
+        raise UsageError(
+            "compute: already inside a compute context of this model; ask for all quantities at once"
+        )
     _select(model, parameters)
     _clear_attached(model)
     live = LiveCapture(
@@ -251,14 +258,18 @@ def _check_request(model: nn.Module, quantities: Sequence[Quantity]) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"the first argument is the extended model, not a {type(model).__name__}")
     if all(recorder_of(module) is None for module in model.modules()):
-        raise UsageError(f"this {type(model).__name__} is not extended; call gradbatch.extend(model) before the forward")
+        raise UsageError(
+            f"this {type(model).__name__} is not extended; call gradbatch.extend(model) before the forward"
+        )
     if not quantities:
         raise UsageError("no quantity asked for; pass one or more, such as gradbatch.BatchGrad()")
     for quantity in quantities:
         if isinstance(quantity, type) and issubclass(quantity, Quantity):
             raise UsageError(f"{quantity.__name__} is a class; pass an instance, {quantity.__name__}()")
         if not isinstance(quantity, Quantity):
-            raise UsageError(f"a quantity is an instance of gradbatch.Quantity, not a {type(quantity).__name__}")
+            raise UsageError(
+                f"a quantity is an instance of gradbatch.Quantity, not a {type(quantity).__name__}"
+            )
 
 
 def _check_losses(losses: Tensor) -> None:
@@ -275,7 +286,9 @@ def _check_losses(losses: Tensor) -> None:
             "axes, e.g. losses.flatten(1).sum(1)"
         )
     if losses.grad_fn is None:
-        raise UsageError("the losses have no graph: compute them with gradients enabled, from the extended model")
+        raise UsageError(
+            "the losses have no graph: compute them with gradients enabled, from the extended model"
+        )
     if losses.is_complex():
         raise UsageError("the losses are complex; a loss is a real number")
 

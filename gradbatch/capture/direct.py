@@ -28,7 +28,9 @@ def capture_losses(losses: Tensor, names: Names, planner: Planner) -> dict[nn.Pa
     assert losses.grad_fn is not None
     uses, walk = find_uses([losses.grad_fn], names)
     if not walk.accumulators:
-        raise UsageError("no loss depends on any of the model's trainable parameters; compute them from the model")
+        raise UsageError(
+            "no loss depends on any of the model's trainable parameters; compute them from the model"
+        )
     samples = len(losses)
     result: dict[nn.Parameter, PerSampleGrad] = {}
     if samples:
@@ -39,11 +41,13 @@ def capture_losses(losses: Tensor, names: Names, planner: Planner) -> dict[nn.Pa
             for guard in guards:
                 guard.remove()
         result = evaluate(uses, *found, samples, planner)
-    return {p: result[p] if p in result else zeros(p, samples).with_planner(planner) for p in names.parameters}
+    return {
+        p: result[p] if p in result else zeros(p, samples).with_planner(planner) for p in names.parameters
+    }
 
 
 class _BehindTheGraph:
-    """Hook on a parameter while nothing should reach it: passes that stop at layer outputs compute no weight gradient."""
+    """Hook on a parameter while nothing should reach it: passes that stop at layer outputs end there."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -71,10 +71,14 @@ def _apply_rule(
     yielded = set()
     for name, grad in _yielded(rule.function, call, layer):
         if name not in use.record.parameters:
-            raise RuleError(f"{layer} yields {name!r}, which is no parameter of the layer: {[*use.record.parameters]}")
+            raise RuleError(
+                f"{layer} yields {name!r}, which is no parameter of the layer: {[*use.record.parameters]}"
+            )
         if name not in use.claimed:
             if name in call.needs or use.record.parameters[name].requires_grad:
-                raise RuleError(f"{layer} yields {name!r}, but the layer's output does not depend on it in this call")
+                raise RuleError(
+                    f"{layer} yields {name!r}, but the layer's output does not depend on it in this call"
+                )
             continue
         parameter = use.record.parameters[name]
         if not isinstance(grad, PerSampleGrad):
@@ -107,7 +111,9 @@ def _yielded(function: RuleFunction, call: Call, layer: str) -> Iterator[tuple[s
 
 def _call(use: Use, gradients: Sequence[Tensor | None], layout: SampleLayout) -> Call:
     record = use.record
-    arrived = {anchor.index: g for (_, anchor), g in zip(use.anchors, gradients, strict=True) if g is not None}
+    arrived = {
+        anchor.index: g for (_, anchor), g in zip(use.anchors, gradients, strict=True) if g is not None
+    }
     outputs = tuple(
         arrived[i] if i in arrived else torch.zeros(shape, dtype=dtype, device=device)
         for i, (shape, dtype, device) in enumerate(record.outputs)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
+
+METADATA_KEY = "gradbatch"
 
 Edge = tuple[Node, int]
 """A consumer and the index among its ``next_functions``: the way a gradient takes down the graph."""
@@ -33,6 +35,18 @@ def pass_keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def node_of(tensor: Tensor) -> Node:
+    """The node that computes a tensor with a graph."""
+    node: Node | None = tensor.grad_fn
+    assert node is not None
+    return node
+
+
+def notes(node: Node) -> list[Any]:
+    """What gradbatch keeps on a node; it lives and dies with it."""
+    return cast("dict[str, list[Any]]", node.metadata).setdefault(METADATA_KEY, [])
+
+
 def output_edge(tensor: Tensor) -> tuple[Node, int] | None:
     """The node and output number that compute a tensor; ``None`` for a leaf."""
     return None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
@@ -40,12 +54,21 @@ def output_edge(tensor: Tensor) -> tuple[Node, int] | None:
 
 def accumulated_variable(node: Node) -> Tensor | None:
     """The leaf into whose ``.grad`` the node accumulates; ``None`` for any other node."""
-    return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None
+    if node.name() != "torch::autograd::AccumulateGrad":
+        return None
+    variable: Tensor = node.variable  # type: ignore[attr-defined]
+    return variable
 
 
 def runs_its_own_backward(node: Node) -> bool:
     """Whether the node reaches parameters behind the graph's back, as reentrant activation checkpointing does."""
     return type(node).__name__ == "CheckpointFunctionBackward"
+
+
+def put_first(leaf: Tensor, hook: int) -> None:
+    """Let a hook on a leaf see the gradient before all other hooks, which may change it on its way to ``.grad``."""
+    hooks: Any = leaf._backward_hooks
+    hooks.move_to_end(hook, last=False)
 
 
 def differentiate(
@@ -64,25 +87,24 @@ class Walk:
     Args:
         consumers: for each node, the edges that lead into it.
         accumulators: the nodes that accumulate into a wanted parameter, with the parameter.
-        metadata: what forward hooks left on the nodes, per node that has something.
+        notes: what forward hooks left on the nodes, per node that has something.
     """
 
     consumers: dict[Node, list[Edge]] = field(default_factory=dict)
-    accumulators: dict[Node, Tensor] = field(default_factory=dict)
-    metadata: dict[Node, list[Any]] = field(default_factory=dict)
+    accumulators: dict[Node, nn.Parameter] = field(default_factory=dict)
+    notes: dict[Node, list[Any]] = field(default_factory=dict)
 
     def order(self) -> Iterable[Node]:
         """The nodes in the order in which the walk met them."""
         return self.consumers.keys()
 
 
-def walk(roots: Iterable[Node], parameters: Collection[nn.Parameter], key: str) -> Walk:
+def walk(roots: Iterable[Node], parameters: Collection[nn.Parameter]) -> Walk:
     """Visit every node below ``roots``.
 
     Args:
         roots: nodes that compute the losses or outputs.
         parameters: the wanted parameters.
-        key: the entry of ``node.metadata`` to collect.
     """
     result = Walk()
     wanted = {id(parameter): parameter for parameter in parameters}
@@ -99,11 +121,11 @@ def walk(roots: Iterable[Node], parameters: Collection[nn.Parameter], key: str) 
         variable = accumulated_variable(node)
         if variable is not None:
             if id(variable) in wanted:
-                result.accumulators[node] = variable
+                result.accumulators[node] = wanted[id(variable)]
             continue
-        notes = node.metadata.get(key)
-        if notes:
-            result.metadata[node] = notes
+        kept = cast("dict[str, list[Any]]", node.metadata).get(METADATA_KEY)
+        if kept:
+            result.notes[node] = kept
         for slot, (below, _) in enumerate(node.next_functions):
             if below is not None:
                 result.consumers.setdefault(below, []).append((node, slot))

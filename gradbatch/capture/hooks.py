@@ -7,243 +7,15 @@ leave nothing behind that could go stale.
 
 from __future__ import annotations
 
-import enum
-import inspect
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from gradbatch.capture import graph
-from gradbatch.errors import StaleCapture
-from gradbatch.rules import rule_for
-
-METADATA_KEY = "gradbatch"
-PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
-
-
-@dataclass(frozen=True)
-class Anchor:
-    """How the gradient of one output of a call is read off the graph, at the node that carries the record.
-
-    A view is taken at the tensor it is a view of: operations in place on the view (an in-place ReLU behind a layer)
-    give the view a new place in the graph, but leave the place of its base.
-
-    An anchor never holds its node: the node holds the anchor, and torch does not collect such a cycle.
-
-    Args:
-        index: which output of the layer.
-        number: which of the node's outputs.
-        shape: shape of the layer's output.
-        strides: strides of the layer's output.
-        base_shape: shape of the tensor that the node computes.
-        base_strides: its strides.
-    """
-
-    index: int
-    number: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-    base_shape: torch.Size
-    base_strides: tuple[int, ...]
-
-    def of_output(self, gradient: Tensor) -> Tensor:
-        """A gradient that arrived at the node, in the shape of the layer's output."""
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if (self.shape, self.strides) == (self.base_shape, self.base_strides):
-            return gradient
-        laid_out = torch.empty_strided(
-            self.base_shape, self.base_strides, dtype=gradient.dtype, device=gradient.device
-        )
-        return laid_out.copy_(gradient).as_strided(self.shape, self.strides)
-
-
-def anchor(index: int, output: Tensor) -> tuple[Node, Anchor] | None:
-    """Where to take the gradient of a layer's output; ``None`` if no gradient flows to it."""
-    source, base = output, output._base
-    # A view that leaves elements of its base out, or repeats some, has no gradient of its own in the base's.
-    if base is not None and _is_rearrangement(output, base):
-        source = base
-    edge = graph.output_edge(source)
-    if edge is None:
-        return None
-    node, number = edge
-    return node, Anchor(index, number, output.shape, output.stride(), source.shape, source.stride())
-
-
-def _is_rearrangement(view: Tensor, base: Tensor) -> bool:
-    """Whether a view shows each element of a gapless base exactly once."""
-    return (
-        view.numel() == base.numel()
-        and view.dtype == base.dtype
-        and view.storage_offset() == base.storage_offset()
-        and _is_gapless(view)
-        and _is_gapless(base)
-        and not view.is_conj()
-        and not view.is_neg()
-    )
-
-
-def _is_gapless(tensor: Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-class Record:
-    """One call of a layer, as its forward hook saw it.
-
-    Args:
-        module: the layer.
-        args: positional arguments of its forward.
-        kwargs: keyword arguments.
-        output: what the forward returned.
-        refusal: why the call cannot be explained by a rule, although the layer has one.
-    """
-
-    def __init__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, refusal: str | None
-    ) -> None:
-        self._module = weakref.ref(module)
-        self.module_type = type(module)
-        self.training = module.training
-        self.rule = rule_for(module)
-        self.refusal = refusal
-        self.couples_samples = couples_samples(module)
-        self.parameters = {name: p for name, p in module._parameters.items() if p is not None}
-        self.input_nodes: set[Node] = set()
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-        self.returns_several = isinstance(output, (tuple, list))
-        self.outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._inputs: list[tuple[Tensor, int]] = []
-        self._watched: list[tuple[str, Tensor, int]] = []
-        self._holds = 0
-        self._released = False
-        if self.rule is not None:
-            self._read(module, args, kwargs, output)
-
-    def _read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        own = {id(parameter) for parameter in self.parameters.values()}
-        for tensor in tensors_in((args, kwargs)):
-            edge = graph.output_edge(tensor)
-            if edge is not None:
-                self.input_nodes.add(edge[0])
-            if id(tensor) in own:
-                self.refusal = "its own parameter is also its input"
-        self.args, self.kwargs = self._detach(args), self._detach(kwargs)
-        self._watched = [(name, t, _version(t)) for name, t in self._read_tensors(module)]
-        outputs = outputs_of(output)
-        if all(isinstance(item, Tensor) for item in outputs):
-            self.outputs = [(item.shape, item.dtype, item.device) for item in outputs]
-        else:
-            self.refusal = "its forward returns something else than tensors"
-
-    @property
-    def module(self) -> nn.Module:
-        """The layer; raises :class:`StaleCapture` if it was deleted since the forward."""
-        module = self._module()
-        if module is None:
-            raise StaleCapture(
-                f"a {self.module_type.__name__} was deleted between forward and backward; keep the model alive"
-            )
-        return module
-
-    def release(self) -> None:
-        """Let go of the inputs, as autograd does of what it saved, once a backward pass has gone through."""
-        self._released = self.rule is not None
-        if not self._holds:
-            self._inputs, self.args, self.kwargs = [], (), {}
-
-    def hold(self) -> None:
-        """Keep the inputs through a backward pass, until :meth:`let_go`."""
-        self._holds += 1
-
-    def let_go(self) -> None:
-        """Undo one :meth:`hold`."""
-        self._holds -= 1
-        if self._released:
-            self.release()
-
-    def check_fresh(self, name: str) -> None:
-        """Refuse a call whose tensors changed since the forward.
-
-        Args:
-            name: path of the layer in the model.
-
-        Raises:
-            StaleCapture: an input, or a tensor that the rule reads, was modified in place or replaced; or the graph
-                was freed by an earlier backward pass.
-        """
-        layer = f"{name} ({self.module_type.__name__})"
-        if self._released and not self._holds:
-            raise StaleCapture(
-                f"{layer}: an earlier backward pass has freed this graph. Pass retain_graph=True to that pass, or "
-                "run the forward again"
-            )
-        for tensor, version in self._inputs:
-            if _version(tensor) != version:
-                raise StaleCapture(
-                    f"{layer}: its input of shape {tuple(tensor.shape)} was modified in place after the forward, so "
-                    "its per-sample gradient cannot be computed. Use the out-of-place operation, or clone the input"
-                )
-        for attribute, tensor, version in self._watched:
-            current = getattr(self.module, attribute, None)
-            if current is not tensor or _version(tensor) != version:
-                raise StaleCapture(
-                    f"{layer}: {attribute} was changed between forward and backward. Take gradients before the "
-                    "optimizer step, or run the forward again"
-                )
-
-    def check_parameters(self, name: str) -> None:
-        """Refuse a layer whose parameters were replaced since the forward (:class:`StaleCapture`)."""
-        module = self.module
-        for attribute, parameter in self.parameters.items():
-            if module._parameters.get(attribute) is not parameter:
-                raise StaleCapture(
-                    f"{name}.{attribute} was replaced between forward and backward: its gradient belongs to the old "
-                    "parameter. Run the forward again"
-                )
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments by the names of ``forward``'s parameters, defaults filled in."""
-        bound = _signature(self.module_type).bind(None, *self.args, **self.kwargs)
-        bound.apply_defaults()
-        return dict(list(bound.arguments.items())[1:])
-
-    def _detach(self, value: Any) -> Any:
-        """A copy of nested arguments without graph: a record must not keep alive the graph that it hangs on."""
-        if value is None or isinstance(value, PLAIN):
-            return value
-        if isinstance(value, Tensor):
-            detached = value.detach()
-            self._inputs.append((detached, _version(detached)))
-            return detached
-        if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-            return type(value)(self._detach(item) for item in value)
-        if type(value) is dict:
-            return {key: self._detach(item) for key, item in value.items()}
-        self.refusal = f"an argument is a {type(value).__name__}, in which tensors could hide; pass tensors"
-        return None
-
-    def _read_tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        assert self.rule is not None
-        for name in (*module._parameters, *module._buffers):
-            tensor = getattr(module, name)
-            if tensor is not None and (self.rule.reads is None or name in self.rule.reads):
-                yield name, tensor
+from gradbatch.capture.records import Record, anchor, outputs_of, tensors_in
 
 
 class ForwardRecorder:
@@ -265,22 +37,26 @@ class ForwardRecorder:
         if not outputs or any(graph.is_transformed(item) for item in outputs):
             return
         record = Record(module, args, kwargs, output, self._foreign_hooks(module))
-        anchored = [anchor(index, item) for index, item in enumerate(outputs_of(output)) if isinstance(item, Tensor)]
+        anchored = [
+            anchor(index, item) for index, item in enumerate(outputs_of(output)) if isinstance(item, Tensor)
+        ]
         places = [place for place in anchored if place is not None]
         if record.rule is None or not places:
             # Nobody will evaluate it; it says which layers the graph holds, and with which parameters.
-            outputs[0].grad_fn.metadata.setdefault(METADATA_KEY, []).append((record, None))
+            graph.notes(graph.node_of(outputs[0])).append((record, None))
             return
         for node, place in places:
             # A layer that hands on its input, or changes it in place, has no place of its own in the graph.
             if node not in record.input_nodes:
-                node.metadata.setdefault(METADATA_KEY, []).append((record, place))
+                graph.notes(node).append((record, place))
         places[0][0].register_hook(_Release(record))
 
     def _foreign_hooks(self, module: nn.Module) -> str | None:
         """Why the output that the hook was handed may not be the forward's own."""
         if next(iter(module._forward_hooks.values()), None) is not self:
-            return "a forward hook was put before gradbatch's; register it without prepend=True, or extend again"
+            return (
+                "a forward hook was put before gradbatch's; register it without prepend=True, or extend again"
+            )
         if torch.nn.modules.module._global_forward_hooks:
             return "global forward hooks are registered, which may replace what the layer returned"
         return None
@@ -318,38 +94,3 @@ def recorder_of(module: nn.Module) -> ForwardRecorder | None:
 def needs_recorder(module: nn.Module) -> bool:
     """Whether calls of the module matter: it has parameters of its own, will have them, or may couple samples."""
     return bool(module._parameters) or isinstance(module, (LazyModuleMixin, _BatchNorm))
-
-
-def couples_samples(module: nn.Module) -> bool:
-    """Whether the module, as it stands, normalises over the batch."""
-    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in nested tuples, lists, dicts and objects with attributes such as dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name, None))
-
-
-def outputs_of(output: Any) -> Sequence[Any]:
-    """What a forward returned, as a sequence of outputs."""
-    return output if isinstance(output, (tuple, list)) else (output,)
-
-
-def _version(tensor: Tensor) -> int:
-    # Inference tensors do not count versions; autograd does not save them either.
-    return 0 if tensor.is_inference() else tensor._version
-
-
-@lru_cache(maxsize=None)
-def _signature(module_type: type[nn.Module]) -> inspect.Signature:
-    return inspect.signature(module_type.forward)

@@ -19,8 +19,8 @@ from torch.autograd.graph import Node
 
 from gradbatch.capture import graph
 from gradbatch.capture.evaluate import evaluate, zeros
-from gradbatch.capture.hooks import Record, tensors_in
 from gradbatch.capture.probe import no_layout, owned_gradients
+from gradbatch.capture.records import Record, tensors_in
 from gradbatch.capture.uses import Names, Use, find_uses
 from gradbatch.errors import GradBatchError, UnsupportedLayer, UsageError
 from gradbatch.factors import Concat, PerSampleGrad
@@ -96,15 +96,13 @@ class LiveCapture:
         names = self._names()
         samples = self._count_samples(outputs, list(tensors_in((args, kwargs))))
         by_sample = [tensor for tensor in outputs if self._rows(tensor) == samples]
-        uses, walk = find_uses([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None], names)
+        uses, walk = find_uses([graph.node_of(tensor) for tensor in outputs], names)
         # A forward on the result of an earlier one contains that one's calls.
         uses = [use for use in uses if use.record not in self._records]
         random = [torch.randn_like(tensor) for tensor in by_sample]
 
         def cotangents(weights: Tensor) -> list[Tensor]:
-            return [
-                r * weights.to(r).view(-1, *(1,) * (r.dim() - self._batch_dim - 1)) for r in random
-            ]
+            return [r * weights.to(r).view(-1, *(1,) * (r.dim() - self._batch_dim - 1)) for r in random]
 
         if samples:
             gradients, layouts = owned_gradients(uses, by_sample, cotangents, samples)
@@ -149,15 +147,14 @@ class LiveCapture:
         reasons = {node: names.parameters[p] for node, p in walk.accumulators.items()}
         for tensor in others:
             # Not one row a sample: it may be used inside the forward, but not by the loss.
-            node = tensor.grad_fn
-            assert node is not None
+            node = graph.node_of(tensor)
             targets.add(node)
             reasons[node] = f"an output of shape {tuple(tensor.shape)}, which is not one row a sample,"
         for target in targets - self._watched:
             self._expect(target, walk.consumers.get(target, []))
             self._check_arrivals(target, reasons.get(target, target.name()))
         self._watched |= targets
-        for node, parameter in walk.accumulators.items():
+        for node in walk.accumulators:
             if node not in self._watched:
                 # Explained by an earlier forward, or not used by these calls; count its passes all the same.
                 self._check_arrivals(node, reasons[node])
@@ -214,9 +211,7 @@ class LiveCapture:
         elif id(variable) not in self._hooked:
             self._hooked.add(id(variable))
             handle = variable.register_hook(leaf)
-            assert variable._backward_hooks is not None
-            # First: the user's own hooks may change the gradient on its way to .grad.
-            variable._backward_hooks.move_to_end(handle.id, last=False)
+            graph.put_first(variable, handle.id)
             self._handles.append(handle)
 
     # ---- at the end
@@ -245,7 +240,8 @@ class LiveCapture:
         result: dict[nn.Parameter, PerSampleGrad] = {}
         for parameter in names.parameters:
             grads = [
-                part.get(parameter, zeros(parameter, group[0].samples)) for part, group in zip(parts, groups, strict=True)
+                part.get(parameter, zeros(parameter, group[0].samples))
+                for part, group in zip(parts, groups, strict=True)
             ]
             result[parameter] = (grads[0] if len(grads) == 1 else Concat(grads)).with_planner(self._planner)
         return result
@@ -297,7 +293,9 @@ class LiveCapture:
         total: dict[nn.Parameter, PerSampleGrad] = {}
         for forward in group:
             for arrived in forward.passes.values():
-                gradients = [self._own(forward, index, arrived.get(index)) for index in range(len(forward.uses))]
+                gradients = [
+                    self._own(forward, index, arrived.get(index)) for index in range(len(forward.uses))
+                ]
                 if not forward.samples:
                     continue
                 for use in forward.uses:

@@ -3,7 +3,9 @@ r"""Ownership: which sample does each element of an output gradient belong to?
 Not guessed from shapes, but measured. The gradients are taken with the samples' losses weighted by 1, and again
 weighted by powers of two that spell the sample's number:
 
-.. math:: \frac{\partial \sum_n 2^{d_n} \ell_n}{\partial y_i} \Big/ \frac{\partial \sum_n \ell_n}{\partial y_i} = 2^{d_{n(i)}}
+.. math::
+    \frac{\partial \sum_n 2^{d_n} \ell_n}{\partial y_i} \Big/ \frac{\partial \sum_n \ell_n}{\partial y_i}
+    = 2^{d_{n(i)}}
 
 for an element :math:`y_i` that belongs to sample :math:`n(i)` alone; powers of two pass through floating-point
 arithmetic without rounding. Every regular layout (a batch axis anywhere, rows in either order) is tried against that
@@ -76,7 +78,11 @@ class Ownership:
 
 
 def find_owners(
-    differentiate: Differentiate, sites: Sequence[Site], samples: int, weight_like: Tensor, dtypes: set[torch.dtype]
+    differentiate: Differentiate,
+    sites: Sequence[Site],
+    samples: int,
+    weight_like: Tensor,
+    dtypes: set[torch.dtype],
 ) -> Ownership:
     """Find where the samples lie in the output gradients of every call.
 
@@ -90,7 +96,9 @@ def find_owners(
     Returns:
         Layouts and gradients.
     """
-    precision = min((PRECISION[d] for d in {*dtypes, weight_like.dtype} if d in PRECISION), key=lambda p: p.digits)
+    precision = min(
+        (PRECISION[d] for d in {*dtypes, weight_like.dtype} if d in PRECISION), key=lambda p: p.digits
+    )
     tags = _tags(samples, precision.digits)
     base = torch.zeros(samples, dtype=torch.float64)  # exponents
     dead = torch.zeros(samples, dtype=torch.bool)
@@ -115,7 +123,9 @@ def find_owners(
         quiet = (loudness == 0) & ~dead
         if quiet.any():
             # Nothing there, or drowned by a louder sample in a sum: ask the quiet ones alone.
-            alone = max((_largest(g) for run in differentiate(weights(base, quiet)) for g in run), default=0.0)
+            alone = max(
+                (_largest(g) for run in differentiate(weights(base, quiet)) for g in run), default=0.0
+            )
             if alone == 0:
                 dead |= quiet
             else:
@@ -144,17 +154,22 @@ def _without_zeros(
     plain: Sequence[Sequence[Tensor | None]], tagged: Sequence[Sequence[Sequence[Tensor | None]]]
 ) -> list[list[Tensor | None]]:
     """Replace by ``None`` what is exactly zero in all passes: it belongs to nobody, wherever it lies."""
+
+    def is_zero(place: tuple[int, int], gradient: Tensor) -> bool:
+        runs = [gradient, *(run[place[0]][place[1]] for run in tagged)]
+        return not any(run is not None and run.any() for run in runs)
+
     return [
-        [
-            g if g is not None and any(run is not None and run.any() for run in (g, *(t[i][j] for t in tagged))) else None
-            for j, g in enumerate(outputs)
-        ]
+        [None if g is None or is_zero((i, j), g) else g for j, g in enumerate(outputs)]
         for i, outputs in enumerate(plain)
     ]
 
 
 def _layout(
-    site: Site, plain: Sequence[Tensor | None], tagged: Sequence[tuple[Tensor, Sequence[Tensor | None]]], samples: int
+    site: Site,
+    plain: Sequence[Tensor | None],
+    tagged: Sequence[tuple[Tensor, Sequence[Tensor | None]]],
+    samples: int,
 ) -> SampleLayout | None:
     """The first regular layout that explains all outputs of a call; ``None`` if there is none."""
     present = [i for i, gradient in enumerate(plain) if gradient is not None]
@@ -198,7 +213,9 @@ def _explains(layout: SampleLayout, plain: Tensor, tag: Tensor, tagged: Tensor |
         return False
     precision = PRECISION.get(plain.dtype, PRECISION[torch.float16])
     plain, tagged = (layout.sample_first(gradient).flatten(1) for gradient in (plain, tagged))
-    scaled = (tagged * torch.exp2(-tag).to(plain).unsqueeze(1)).to(torch.promote_types(plain.dtype, torch.float32))
+    scaled = (tagged * torch.exp2(-tag).to(plain).unsqueeze(1)).to(
+        torch.promote_types(plain.dtype, torch.float32)
+    )
     plain = plain.to(scaled)
     known = plain.isfinite() & scaled.isfinite()
     if not known.all():
@@ -211,7 +228,9 @@ def _explains(layout: SampleLayout, plain: Tensor, tag: Tensor, tagged: Tensor |
     return bool(((scaled - plain).abs() <= allowed).all())
 
 
-def _loudness(plain: Sequence[Sequence[Tensor | None]], layouts: Sequence[SampleLayout | None], samples: int) -> Tensor:
+def _loudness(
+    plain: Sequence[Sequence[Tensor | None]], layouts: Sequence[SampleLayout | None], samples: int
+) -> Tensor:
     """Largest finite element of each sample in any gradient, ``[N]``."""
     result = torch.zeros(samples, dtype=torch.float64)
     for outputs, layout in zip(plain, layouts, strict=True):

@@ -15,7 +15,10 @@ from gradbatch.rules import SampleLayout
 
 
 def owned_gradients(
-    uses: Sequence[Use], outputs: Sequence[Tensor], cotangents: Callable[[Tensor], Sequence[Tensor]], samples: int
+    uses: Sequence[Use],
+    outputs: Sequence[Tensor],
+    cotangents: Callable[[Tensor], Sequence[Tensor]],
+    samples: int,
 ) -> tuple[list[list[Tensor | None]], list[SampleLayout]]:
     """Gradients of all calls' outputs, and where the samples lie in them.
 
@@ -33,7 +36,10 @@ def owned_gradients(
     def differentiate(weights: Tensor) -> list[list[Tensor | None]]:
         arrived = iter(graph.differentiate(outputs, cotangents(weights), edges))
         return [
-            [None if g is None else anchor.of_output(g) for (_, anchor), g in zip(use.anchors, arrived, strict=False)]
+            [
+                None if g is None else anchor.of_output(g)
+                for (_, anchor), g in zip(use.anchors, arrived, strict=False)
+            ]
             for use in uses
         ]
 
@@ -52,7 +58,9 @@ def site_of(use: Use) -> Site:
     features = [feature_axes(use, anchor.shape) for _, anchor in use.anchors]
     if any(count is None for count in features):
         return Site(None)
-    return Site([len(anchor.shape) - (count or 0) for (_, anchor), count in zip(use.anchors, features, strict=True)])
+    return Site(
+        [len(anchor.shape) - (count or 0) for (_, anchor), count in zip(use.anchors, features, strict=True)]
+    )
 
 
 def no_layout(use: Use, samples: int) -> CoupledSamples:

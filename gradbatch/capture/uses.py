@@ -14,9 +14,9 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from gradbatch.capture import graph
-from gradbatch.capture.hooks import METADATA_KEY, Anchor, Record
+from gradbatch.capture.records import Anchor, Record
 from gradbatch.errors import CoupledSamples, UnsupportedLayer
-from gradbatch.rules import why_no_rule
+from gradbatch.rules import rule_for, why_no_rule
 
 
 @dataclass
@@ -57,8 +57,8 @@ class Names:
     owners: Mapping[nn.Parameter, nn.Module]
 
     def layer(self, module: nn.Module) -> str:
-        """Path of a module; its type where it belongs to another model."""
-        return self.modules.get(module) or type(module).__name__
+        """Path of a module; words for the model itself and for a layer of another one."""
+        return self.modules.get(module, "a layer outside of the model") or "the model itself"
 
 
 def find_uses(roots: Sequence[Node], names: Names) -> tuple[list[Use], graph.Walk]:
@@ -76,7 +76,7 @@ def find_uses(roots: Sequence[Node], names: Names) -> tuple[list[Use], graph.Wal
         CoupledSamples: a layer that normalises over the batch.
         StaleCapture: a layer's parameter was replaced since the forward.
     """
-    walk = graph.walk(roots, names.parameters, METADATA_KEY)
+    walk = graph.walk(roots, names.parameters)
     for node in walk.order():
         if graph.runs_its_own_backward(node):
             raise UnsupportedLayer(
@@ -95,7 +95,7 @@ def find_uses(roots: Sequence[Node], names: Names) -> tuple[list[Use], graph.Wal
 def _calls(walk: graph.Walk, names: Names) -> list[Use]:
     """Every recorded call below the roots, with what it claims."""
     places: dict[Record, list[tuple[Node, Anchor]]] = {}
-    for node, notes in walk.metadata.items():
+    for node, notes in walk.notes.items():
         for record, anchor in notes:
             places.setdefault(record, [])
             if anchor is not None:
@@ -166,15 +166,18 @@ def _check_coverage(walk: graph.Walk, uses: Sequence[Use], names: Names) -> None
         for node in {accumulator: None, **dict.fromkeys(covered)}:
             for edge in walk.consumers[node]:
                 if edge not in covered.get(node, ()):
-                    raise _unexplained(parameter, edge[0], uses, names)
+                    raise _unexplained(parameter, edge[0], names)
 
 
-def _unexplained(parameter: nn.Parameter, consumer: Node, uses: Sequence[Use], names: Names) -> UnsupportedLayer:
+def _unexplained(parameter: nn.Parameter, consumer: Node, names: Names) -> UnsupportedLayer:
     path, module = names.parameters[parameter], names.owners[parameter]
     operation, layer = consumer.name().removesuffix("0"), names.layer(module)
-    records = [use.record for use in uses if use.record.module is module]
-    if any(record.rule is None for record in records) or not records:
-        reason = f"{layer or 'the model'} ({type(module).__name__}): {why_no_rule(module)}"
+    if rule_for(module) is None:
+        reason = f"{layer} ({type(module).__name__}): {why_no_rule(module)}"
+    elif not module._forward_hooks:
+        reason = (
+            f"{layer} ({type(module).__name__}) was added after extend; call gradbatch.extend(model) again"
+        )
     else:
         reason = f"{layer} ({type(module).__name__}) has a rule, but this use lies outside of its forward"
     return UnsupportedLayer(

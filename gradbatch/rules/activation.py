@@ -1,6 +1,7 @@
 """Activations with parameters."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from gradbatch.rules.call import Call
 from gradbatch.rules.registry import layer_rule
 
 
-def _prelu_feature_axes(module: nn.Module, output_dim: int) -> int:
+def _prelu_feature_axes(module: Any, output_dim: int) -> int:
     # One slope for all elements: every axis is a row. One a channel: channels are axis 1, rows axis 0.
     return 0 if module.num_parameters == 1 else output_dim - 1
 

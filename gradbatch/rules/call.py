@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradbatch.errors import RuleError
 
@@ -80,7 +80,7 @@ class Call:
         needs: names of the layer's own parameters whose per-sample gradients are wanted.
     """
 
-    module: nn.Module
+    module: Any  # an nn.Module; typed so that a rule can read the attributes of its own layer
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -137,7 +137,9 @@ class Call:
                 f"axis like the one of the output {tuple(output)} (axis {axis}, {self.num_samples} samples). Give the "
                 "layer an input whose leading axes are those of its output"
             )
-        return self.layout.rows_first(tensor) if self.feature_axes is None else self.layout.sample_first(tensor)
+        return (
+            self.layout.rows_first(tensor) if self.feature_axes is None else self.layout.sample_first(tensor)
+        )
 
     @property
     def _first_grad_output(self) -> Tensor:

@@ -12,6 +12,7 @@ input and output gradient are swapped.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from gradbatch.rules.call import Call
 from gradbatch.rules.registry import layer_rule
 
 
-def _channels_and_space(module: nn.Module, output_dim: int) -> int:
+def _channels_and_space(module: Any, output_dim: int) -> int:
     return len(module.kernel_size) + 1
 
 
@@ -33,7 +34,7 @@ def _by_group(rows: Tensor, groups: int) -> Tensor:
     return rows.movedim(1, 3).flatten(3)
 
 
-def pad(input: Tensor, module: nn.Module) -> tuple[Tensor, tuple[int, ...]]:
+def pad(input: Tensor, module: Any) -> tuple[Tensor, tuple[int, ...]]:
     """Carry out what a plain zero padding cannot express: padding modes, and 'same' of an even kernel.
 
     Args:
@@ -91,7 +92,11 @@ def transposed_convolution(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
         window = Window(module.kernel_size, module.stride, module.padding, module.dilation)
         # output_padding can leave room for windows that no input position writes to: only as many as inputs are read.
         patches = Patches(
-            grad_output.flatten(0, 1), window, module.groups, positions=tuple(input.shape[3:]), rows=input.shape[1]
+            grad_output.flatten(0, 1),
+            window,
+            module.groups,
+            positions=tuple(input.shape[3:]),
+            rows=input.shape[1],
         )
         yield "weight", OuterProduct(_by_group(input, module.groups), patches, module.weight.shape)
     if "bias" in call.needs:

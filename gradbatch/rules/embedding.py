@@ -25,7 +25,8 @@ def occurrences(ids: Tensor) -> Tensor:
     span = int(ids.max()) + 2 if ids.numel() else 1
     keys = torch.arange(len(ids), device=ids.device).unsqueeze(1) * span + (ids + 1)
     _, inverse, counts = torch.unique(keys, return_inverse=True, return_counts=True)
-    return counts[inverse]
+    each: Tensor = counts[inverse]
+    return each
 
 
 @layer_rule(nn.Embedding, feature_axes=1, reads=())
@@ -48,7 +49,9 @@ def embedding(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     yield "weight", RowScatter(ids, values, module.weight.shape)
 
 
-def pad_bags(input: Tensor, offsets: Tensor | None, weights: Tensor | None, bags: int) -> tuple[Tensor, Tensor | None]:
+def pad_bags(
+    input: Tensor, offsets: Tensor | None, weights: Tensor | None, bags: int
+) -> tuple[Tensor, Tensor | None]:
     """Bring bags of ids to one length: ids ``[bags, longest]`` filled with :data:`NO_ROW`, weights with 0.
 
     Args:
@@ -83,7 +86,7 @@ def embedding_bag(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     ids, weights = pad_bags(arguments["input"], arguments["offsets"], arguments["per_sample_weights"], bags)
     if module.padding_idx is not None:
         ids = ids.masked_fill(ids == module.padding_idx, NO_ROW)
-    present = ids != NO_ROW
+    present = ids.ne(NO_ROW)
     values = full(call.raw_grad_output).unsqueeze(1).expand(-1, ids.shape[1], -1)
     if module.mode == "mean":
         values = values / present.sum(1).clamp_min(1).view(-1, 1, 1)

@@ -21,7 +21,10 @@ def linear(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     grad_output = call.grad_output
     if "weight" in call.needs:
         shape = (grad_output.shape[-1], call.input.shape[-1])
-        yield "weight", OuterProduct(features_by_position(grad_output), features_by_position(call.input), shape)
+        yield (
+            "weight",
+            OuterProduct(features_by_position(grad_output), features_by_position(call.input), shape),
+        )
     if "bias" in call.needs:
         yield "bias", Dense(total(by_position(grad_output, 1), (1,)))
 
@@ -31,7 +34,9 @@ def bilinear(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """``y_p = xᵀ W_p z + b_p``: an outer product of the output gradient with ``x_t zᵀ_t``, flattened."""
     grad_output = call.grad_output
     if "weight" in call.needs:
-        first, second = (by_position(call.sample_first(call.arguments[name]), 1) for name in ("input1", "input2"))
+        first, second = (
+            by_position(call.sample_first(call.arguments[name]), 1) for name in ("input1", "input2")
+        )
         pairs = (first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(2)
         shape = (grad_output.shape[-1], first.shape[-1], second.shape[-1])
         yield "weight", OuterProduct(features_by_position(grad_output), features_by_position(pairs), shape)

@@ -7,6 +7,7 @@ taught in eval mode only; in training the samples are coupled, and the capture r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -42,7 +43,9 @@ def _scale_and_shift(
 def layer_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """Normalised over the last axes, one weight an element of them."""
     shape, eps = call.module.normalized_shape, call.module.eps
-    yield from _scale_and_shift(call, len(shape), lambda x: F.layer_norm(full(x), shape, eps=eps), per_channel=False)
+    yield from _scale_and_shift(
+        call, len(shape), lambda x: F.layer_norm(full(x), shape, eps=eps), per_channel=False
+    )
 
 
 @layer_rule(nn.RMSNorm, feature_axes=lambda module, _: len(module.normalized_shape), reads=())
@@ -53,7 +56,7 @@ def rms_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     yield from _scale_and_shift(call, len(shape), lambda x: F.rms_norm(x, shape, eps=eps), per_channel=False)
 
 
-def _channel_and_behind(module: nn.Module, output_dim: int) -> int:
+def _channel_and_behind(module: Any, output_dim: int) -> int:
     return output_dim - 1
 
 
@@ -62,10 +65,12 @@ def group_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """Normalised over each group of channels and all positions of an image."""
     groups, eps = call.module.num_groups, call.module.eps
     features = call.feature_axes or 1
-    yield from _scale_and_shift(call, features, lambda x: F.group_norm(full(x), groups, eps=eps), per_channel=True)
+    yield from _scale_and_shift(
+        call, features, lambda x: F.group_norm(full(x), groups, eps=eps), per_channel=True
+    )
 
 
-def _instance_norm_axes(module: nn.Module, output_dim: int) -> int:
+def _instance_norm_axes(module: Any, output_dim: int) -> int:
     return {nn.InstanceNorm1d: 2, nn.InstanceNorm2d: 3, nn.InstanceNorm3d: 4}[type(module)]
 
 

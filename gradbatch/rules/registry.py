@@ -17,7 +17,7 @@ from gradbatch.factors import PerSampleGrad
 from gradbatch.rules.call import Call
 
 RuleFunction = Callable[[Call], Iterator[tuple[str, PerSampleGrad]]]
-FeatureAxes = int | Callable[[nn.Module, int], int] | None
+FeatureAxes = int | Callable[[Any, int], int] | None
 _Function = TypeVar("_Function", bound=RuleFunction)
 
 
