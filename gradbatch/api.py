@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Literal, TypeVar
 
 import torch
@@ -16,13 +14,12 @@ from gradbatch.capture.direct import capture_losses
 from gradbatch.capture.evaluate import plain_arithmetic
 from gradbatch.capture.hooks import install, needs_recorder, recorder_of, remove
 from gradbatch.capture.live import LiveCapture
-from gradbatch.capture.records import couples_samples
-from gradbatch.capture.uses import Names, coupling_message
-from gradbatch.errors import CoupledSamples, UsageError
+from gradbatch.errors import UsageError
 from gradbatch.factors import PerSampleGrad
 from gradbatch.plans.contractions import Planner
 from gradbatch.quantities import BatchGrad, Quantity
 from gradbatch.results import QuantityResult, Results
+from gradbatch.selection import Selection, select
 
 Model = TypeVar("Model", bound=nn.Module)
 Reduction = Literal["mean", "sum"]
@@ -133,7 +130,7 @@ def backward(
     if reduction not in (None, "mean", "sum"):
         raise UsageError(f'reduction is {reduction!r}; it is "mean", "sum", or None to leave p.grad alone')
     _check_losses(losses)
-    selection = _select(model, parameters)
+    selection = select(model, parameters)
     _clear_attached(model)
     grads = capture_losses(losses, selection.names, planner or Planner())
     results = Results()
@@ -223,11 +220,11 @@ def compute(
         raise UsageError(
             "compute: already inside a compute context of this model; ask for all quantities at once"
         )
-    _select(model, parameters)
+    select(model, parameters)
     _clear_attached(model)
     live = LiveCapture(
         model,
-        lambda: _select(model, parameters).names,
+        lambda: select(model, parameters).names,
         _batch_dim(model),
         planner or Planner(),
         mean=loss_reduction == "mean",
@@ -237,21 +234,13 @@ def compute(
     try:
         live.open()
         yield results
-        selection = _select(model, parameters)
+        selection = select(model, parameters)
         results.fill(_reduce(live.results(), quantities, selection))
     finally:
         _watched.discard(model)
         live.close()
     if attach:
         _attach(model, results, selection)
-
-
-@dataclass(frozen=True)
-class _Selection:
-    """The wanted parameters of a model, with all their names."""
-
-    names: Names
-    aliases: Mapping[nn.Parameter, Sequence[str]]
 
 
 def _check_request(model: nn.Module, quantities: Sequence[Quantity]) -> None:
@@ -293,48 +282,8 @@ def _check_losses(losses: Tensor) -> None:
         raise UsageError("the losses are complex; a loss is a real number")
 
 
-def _select(model: nn.Module, patterns: str | Iterable[str] | None) -> _Selection:
-    """The trainable parameters whose names match, after refusing a model that couples its samples."""
-    modules = {module: path for path, module in model.named_modules()}
-    for module, path in modules.items():
-        if couples_samples(module):
-            raise CoupledSamples(coupling_message(path, type(module)))
-    wanted = None if patterns is None else [patterns] if isinstance(patterns, str) else list(patterns)
-    aliases: dict[nn.Parameter, list[str]] = {}
-    owners: dict[nn.Parameter, nn.Module] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad:
-                aliases.setdefault(parameter, []).append(f"{path}.{name}" if path else name)
-                owners.setdefault(parameter, module)
-    if not aliases:
-        raise UsageError(f"this {type(model).__name__} has no trainable parameters")
-    if wanted is not None:
-        for pattern in wanted:
-            if not any(fnmatchcase(name, pattern) for names in aliases.values() for name in names):
-                first = [names[0] for names in aliases.values()]
-                raise UsageError(f"parameters: {pattern!r} matches none of {', '.join(first)}")
-        aliases = {
-            parameter: names
-            for parameter, names in aliases.items()
-            if any(fnmatchcase(name, pattern) for name in names for pattern in wanted)
-        }
-    for parameter, names in aliases.items():
-        if not parameter.is_leaf:
-            raise UsageError(
-                f"{names[0]} is not a leaf of the autograd graph (it was computed from something); assign a "
-                "torch.nn.Parameter, or freeze it"
-            )
-        if parameter.is_complex():
-            raise UsageError(
-                f"{names[0]} is complex ({parameter.dtype}), which no layer rule is written for; freeze it, store real "
-                "and imaginary parts, or leave it out with parameters="
-            )
-    return _Selection(Names({p: names[0] for p, names in aliases.items()}, modules, owners), aliases)
-
-
 def _reduce(
-    grads: Mapping[nn.Parameter, PerSampleGrad], quantities: Sequence[Quantity], selection: _Selection
+    grads: Mapping[nn.Parameter, PerSampleGrad], quantities: Sequence[Quantity], selection: Selection
 ) -> list[QuantityResult]:
     tensors: list[dict[str, Tensor]] = [{} for _ in quantities]
     for parameter, grad in grads.items():
@@ -348,7 +297,7 @@ def _batch_dim(model: nn.Module) -> int:
     return next(recorder.batch_dim for recorder in map(recorder_of, model.modules()) if recorder is not None)
 
 
-def _attach(model: nn.Module, results: Results, selection: _Selection) -> None:
+def _attach(model: nn.Module, results: Results, selection: Selection) -> None:
     attached = _attached.setdefault(model, [])
     for quantity, result in results.items():
         for parameter, names in selection.aliases.items():

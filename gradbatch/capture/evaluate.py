@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradbatch.capture.probe import feature_axes
 from gradbatch.capture.uses import Use
-from gradbatch.errors import GradBatchError, RuleError
+from gradbatch.errors import GradBatchError, RuleError, UnsupportedLayer
 from gradbatch.factors import Dense, PerSampleGrad
 from gradbatch.plans.contractions import Planner
 from gradbatch.rules import Call, RuleFunction, SampleLayout
@@ -95,6 +95,12 @@ def _apply_rule(
         yield parameter, grad.regroup(call.rows_per_sample) if call.rows_per_sample > 1 else grad
     missing = set(use.claimed) - yielded
     if missing:
+        if use.record.module._forward_pre_hooks:
+            raise UnsupportedLayer(
+                f"{use.name} ({use.record.module_type.__name__}): its output depends on {sorted(missing)}, from which "
+                "a forward pre-hook (weight_norm, spectral_norm, pruning, …) computes what the layer uses. Remove the "
+                "re-parametrisation, or freeze these parameters"
+            )
         raise RuleError(f"{layer} yields nothing for {sorted(missing)}, which the layer's output depends on")
 
 

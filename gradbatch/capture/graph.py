@@ -47,6 +47,11 @@ def notes(node: Node) -> list[Any]:
     return cast("dict[str, list[Any]]", node.metadata).setdefault(METADATA_KEY, [])
 
 
+def is_compiled(node: Node) -> bool:
+    """Whether the node is the backward of a graph that ``torch.compile`` made."""
+    return "CompiledFunction" in node.name()
+
+
 def output_edge(tensor: Tensor) -> tuple[Node, int] | None:
     """The node and output number that compute a tensor; ``None`` for a leaf."""
     return None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
@@ -68,7 +73,12 @@ def runs_its_own_backward(node: Node) -> bool:
 def put_first(leaf: Tensor, hook: int) -> None:
     """Let a hook on a leaf see the gradient before all other hooks, which may change it on its way to ``.grad``."""
     hooks: Any = leaf._backward_hooks
-    hooks.move_to_end(hook, last=False)
+    others = {key: value for key, value in hooks.items() if key != hook}
+    first = hooks[hook]
+    # Inserted anew: torch goes by the order of insertion, which OrderedDict.move_to_end does not change.
+    hooks.clear()
+    hooks[hook] = first
+    hooks.update(others)
 
 
 def differentiate(

@@ -1,13 +1,12 @@
-"""The way in where the backward is the user's: watch it from inside, and make sure that nothing else took part.
+"""The way in where the backward is the user's: watch it from inside.
 
 After the model's forward its graph is walked and probed (with random cotangents in place of the losses), and prehooks
-at the calls' outputs wait for the real gradients. What the walk cannot see is what the user does with parameters
-outside of the forward (a penalty in the loss, a second use of a weight). So every gradient that arrives at a
-parameter, or at an intermediate that leads to one, must be the sum of exactly those that the walk explained.
+at the calls' outputs wait for the real gradients.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,19 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from gradbatch.capture import graph
+from gradbatch.capture.arrivals import Arrivals
 from gradbatch.capture.evaluate import evaluate, zeros
 from gradbatch.capture.probe import no_layout, owned_gradients
 from gradbatch.capture.records import Record, tensors_in
 from gradbatch.capture.uses import Names, Use, find_uses
-from gradbatch.errors import GradBatchError, UnsupportedLayer, UsageError
+from gradbatch.errors import UsageError
 from gradbatch.factors import Concat, PerSampleGrad
 from gradbatch.plans.contractions import Planner
 from gradbatch.rules import SampleLayout
-
-Place = tuple[Node, int]
 
 
 @dataclass
@@ -67,16 +64,13 @@ class LiveCapture:
         self._planner, self._mean = planner, mean
         self._forwards: list[Forward] = []
         self._records: set[Record] = set()
-        self._violation: GradBatchError | None = None
-        self._contributions: dict[int, dict[Place, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
-        self._watched: set[Node] = set()
-        self._reached: dict[int, set[int]] = defaultdict(set)
-        self._hooked: set[int] = set()
+        self._arrivals = Arrivals()
         self._handles: list[Any] = []
 
     def open(self) -> None:
         """Start watching."""
-        self._handles.append(self._model.register_forward_hook(self._after_forward, with_kwargs=True))
+        hook = _ModelHook(weakref.ref(self))
+        self._handles.append(self._model.register_forward_hook(hook, with_kwargs=True))
 
     def close(self) -> None:
         """Stop watching and let go of everything; safe to call at any time."""
@@ -85,11 +79,12 @@ class LiveCapture:
         for record in self._records:
             record.let_go()
         self._handles, self._records, self._forwards = [], set(), []
-        self._contributions.clear()
+        self._arrivals.close()
 
     # ---- after each forward
 
-    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def after_forward(self, args: Any, kwargs: Any, output: Any) -> None:
+        """Walk and probe the graph of the model's output, and wait for its backward passes."""
         outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         if not outputs or not torch.is_grad_enabled() or any(map(graph.is_transformed, outputs)):
             return
@@ -99,7 +94,7 @@ class LiveCapture:
         uses, walk = find_uses([graph.node_of(tensor) for tensor in outputs], names)
         # A forward on the result of an earlier one contains that one's calls.
         uses = [use for use in uses if use.record not in self._records]
-        random = [torch.randn_like(tensor) for tensor in by_sample]
+        random = [self._random(tensor) for tensor in by_sample]
 
         def cotangents(weights: Tensor) -> list[Tensor]:
             return [r * weights.to(r).view(-1, *(1,) * (r.dim() - self._batch_dim - 1)) for r in random]
@@ -115,6 +110,11 @@ class LiveCapture:
             self._records.add(use.record)
             use.record.hold()
         self._watch(forward, walk, [t for t in outputs if self._rows(t) != samples], names)
+
+    def _random(self, tensor: Tensor) -> Tensor:
+        # A generator of our own: the user's draws stay what they are without gradbatch.
+        generator = torch.Generator(tensor.device).manual_seed(0)
+        return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype, device=tensor.device)
 
     def _rows(self, tensor: Tensor) -> int | None:
         return tensor.shape[self._batch_dim] if tensor.dim() > self._batch_dim else None
@@ -150,15 +150,13 @@ class LiveCapture:
             node = graph.node_of(tensor)
             targets.add(node)
             reasons[node] = f"an output of shape {tuple(tensor.shape)}, which is not one row a sample,"
-        for target in targets - self._watched:
-            self._expect(target, walk.consumers.get(target, []))
-            self._check_arrivals(target, reasons.get(target, target.name()))
-        self._watched |= targets
-        for node in walk.accumulators:
-            if node not in self._watched:
-                # Explained by an earlier forward, or not used by these calls; count its passes all the same.
-                self._check_arrivals(node, reasons[node])
-                self._watched.add(node)
+        for target in {*targets, *walk.accumulators}:
+            self._arrivals.expect(target, walk.consumers.get(target, []))
+        for target in targets - walk.accumulators.keys():
+            self._arrivals.check_inside(target, reasons.get(target, target.name()))
+        # All parameters, also those that these calls do not use: nothing may arrive at them.
+        for parameter, path in names.parameters.items():
+            self._arrivals.check_leaf(parameter, path)
 
     def _take(
         self, forward: Forward, number: int, position: int, count: int, output: int
@@ -172,47 +170,6 @@ class LiveCapture:
             slots[position] = None if gradient is None else anchor.of_output(gradient.detach())
 
         return take
-
-    def _expect(self, target: Node, consumers: Sequence[graph.Edge]) -> None:
-        """Note what the explained consumers of a node send to it."""
-        for consumer, slot in consumers:
-            output = consumer.next_functions[slot][1]
-
-            def send(sent: tuple[Tensor | None, ...], _: Any, slot: int = slot, output: int = output) -> None:
-                gradient = sent[slot]
-                if gradient is not None:
-                    self._contributions[graph.current_pass()][target, output].append(gradient)
-
-            self._handles.append(consumer.register_hook(send))
-
-    def _check_arrivals(self, target: Node, description: str) -> None:
-        """Compare what arrives at a node with what the explained consumers sent."""
-        variable = graph.accumulated_variable(target)
-
-        def compare(output: int, arrived: Tensor | None) -> None:
-            sent = self._contributions[graph.current_pass()].pop((target, output), [])
-            if arrived is not None and not _is_sum(arrived, sent) and self._violation is None:
-                self._violation = UnsupportedLayer(
-                    f"{description} receives a gradient from outside of the model's forward, such as a penalty in the "
-                    "loss or a second use of a weight, and no sample owns it. Call the model's layers inside its "
-                    "forward, or use gradbatch.backward(model, losses, ...) with one loss a sample"
-                )
-
-        def leaf(arrived: Tensor) -> None:
-            self._reached[graph.current_pass()].add(id(variable))
-            compare(0, arrived)
-
-        def inner(grads: tuple[Tensor | None, ...]) -> None:
-            for output, arrived in enumerate(grads):
-                compare(output, arrived)
-
-        if variable is None:
-            self._handles.append(target.register_prehook(inner))
-        elif id(variable) not in self._hooked:
-            self._hooked.add(id(variable))
-            handle = variable.register_hook(leaf)
-            graph.put_first(variable, handle.id)
-            self._handles.append(handle)
 
     # ---- at the end
 
@@ -228,8 +185,8 @@ class LiveCapture:
                 "compute: the model was not called inside the context (or without gradients). Run model(input) and "
                 "loss.backward() inside the with block; to call parts of a model, use gradbatch.backward"
             )
-        if self._violation is not None:
-            raise self._violation
+        if self._arrivals.violation is not None:
+            raise self._arrivals.violation
         for forward in self._forwards:
             self._drop_foreign_passes(forward)
         groups = self._joined()
@@ -249,7 +206,7 @@ class LiveCapture:
     def _drop_foreign_passes(self, forward: Forward) -> None:
         """Forget passes that asked for no parameter (a saliency map); refuse those that asked for some."""
         for number, arrived in list(forward.passes.items()):
-            reached = self._reached.get(number, set())
+            reached = self._arrivals.reached.get(number, set())
             claimed = {
                 id(use.record.parameters[attribute]): f"{use.name}.{attribute}"
                 for index, use in enumerate(forward.uses)
@@ -317,15 +274,23 @@ class LiveCapture:
         return [None if g is None else g * scale for g in arrived]
 
 
-def _is_sum(arrived: Tensor, sent: Sequence[Tensor]) -> bool:
-    """Whether a gradient is what was sent, or the sum of it up to the order of addition."""
-    if len(sent) == 1 and arrived is sent[0]:
-        return True
-    if not sent or any(s.shape != arrived.shape for s in sent):
-        return False
-    arrived, *sent = ((t.to_dense() if t.is_sparse else t).detach() for t in (arrived, *sent))
-    total = sum(sent[1:], sent[0])
-    size = sum((s.abs() for s in sent[1:]), sent[0].abs())
-    allowed = 8 * torch.finfo(arrived.dtype).eps * size
-    close = ((arrived - total).abs() <= allowed) | ((arrived == total) | (arrived.isnan() & total.isnan()))
-    return bool(close.all())
+class _ModelHook:
+    """Forward hook of the model while it is watched. A copy of the model made meanwhile is not watched."""
+
+    def __init__(self, capture: weakref.ref[LiveCapture]) -> None:
+        self._capture = capture
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        capture = self._capture()
+        if capture is not None:
+            capture.after_forward(args, kwargs, output)
+
+    def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:
+        return _CopiedHook, ()
+
+
+class _CopiedHook:
+    """What a copy of a watched model gets in place of the hook."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        pass

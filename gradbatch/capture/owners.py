@@ -1,15 +1,16 @@
 r"""Ownership: which sample does each element of an output gradient belong to?
 
-Not guessed from shapes, but measured. The gradients are taken with the samples' losses weighted by 1, and again
-weighted by powers of two that spell the sample's number:
+Not guessed from shapes, but measured. The gradients are taken twice, with the samples' losses weighted by powers of two
+that spell the sample's number, once upwards and once downwards:
 
-.. math::
-    \frac{\partial \sum_n 2^{d_n} \ell_n}{\partial y_i} \Big/ \frac{\partial \sum_n \ell_n}{\partial y_i}
-    = 2^{d_{n(i)}}
+.. math:: \frac{\partial \sum_n 2^{d_n} \ell_n}{\partial y_i} \Big/ 2^{d_{n(i)}}
+    = \frac{\partial \sum_n 2^{D - d_n} \ell_n}{\partial y_i} \Big/ 2^{D - d_{n(i)}}
 
 for an element :math:`y_i` that belongs to sample :math:`n(i)` alone; powers of two pass through floating-point
-arithmetic without rounding. Every regular layout (a batch axis anywhere, rows in either order) is tried against that
-ratio, element by element. Where none fits, the element is shared by several samples or they lie irregularly: refused.
+arithmetic without rounding. What another sample contributes to the element is amplified on one side of the equation,
+so that even a weak coupling shows. Every regular layout (a batch axis anywhere, rows in either order) is tried against
+the equation, element by element. Where none fits, the element is shared by several samples or they lie irregularly:
+refused.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from torch import Tensor
 
 from gradbatch.rules import SampleLayout
 
-Differentiate = Callable[[Tensor], Sequence[Sequence[Tensor | None]]]
-"""From weights of the losses ``[N]`` to the gradients of each call's outputs, in the outputs' shapes."""
+Gradients = Sequence[Sequence[Tensor | None]]
+"""The gradients of each call's outputs, in the outputs' shapes; ``None`` where none arrived."""
+
+Differentiate = Callable[[Tensor], Gradients]
+"""One pruned backward pass: from weights of the losses ``[N]``."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,15 @@ class Precision:
 
 # Kernels block by alignment, so that even exact scalings may change the last digits.
 PRECISION = {
-    torch.float64: Precision(512, 1e-9, 1e-13),
+    torch.float64: Precision(64, 1e-9, 1e-13),
     torch.float32: Precision(64, 1e-4, 1e-5),
     torch.bfloat16: Precision(64, 1e-2, 4e-3),
     torch.float16: Precision(8, 1e-2, 1e-3),
 }
+# Samples whose largest gradients differ by more than this, or lie this close to the dtype's smallest number, are
+# brought to one size before a sum is trusted not to hide a quiet one.
 EQUALISED = 64.0
+RESOLVED = 2.0**12
 ATTEMPTS = 6
 
 
@@ -99,90 +106,97 @@ def find_owners(
     precision = min(
         (PRECISION[d] for d in {*dtypes, weight_like.dtype} if d in PRECISION), key=lambda p: p.digits
     )
+    resolution = RESOLVED * max(_resolution(d) for d in {*dtypes, weight_like.dtype} if d in PRECISION)
     tags = _tags(samples, precision.digits)
-    base = torch.zeros(samples, dtype=torch.float64)  # exponents
+    # Exponents that the base may use, the tags being on top of them.
+    limit = math.floor(math.log2(torch.finfo(weight_like.dtype).max)) - precision.digits
+    base = torch.zeros(samples, dtype=torch.float64)
     dead = torch.zeros(samples, dtype=torch.bool)
 
-    def weights(exponents: Tensor, mask: Tensor | None = None) -> Tensor:
-        values = torch.exp2(exponents)
-        if mask is not None:
-            values = values * mask
-        return values.to(weight_like)
+    def run(exponents: Tensor, mask: Tensor | None = None) -> Gradients:
+        weights = torch.exp2(exponents)
+        return differentiate((weights if mask is None else weights * mask).to(weight_like))
 
     for _ in range(ATTEMPTS):
-        plain = differentiate(weights(base))
-        tagged = [differentiate(weights(base + tag)) for tag in tags]
-        plain = _without_zeros(plain, tagged)
-        layouts = [
-            _layout(site, plain[i], [(tag, run[i]) for tag, run in zip(tags, tagged, strict=True)], samples)
-            for i, site in enumerate(sites)
-        ]
+        runs = _without_zeros([run(base + tag) for tag in tags])
+        layouts = [_layout(site, [gradients[i] for gradients in runs], tags) for i, site in enumerate(sites)]
         if samples == 1 or any(layout is None for layout in layouts):
             break
-        loudness = _loudness(plain, layouts, samples)
+        loudness = _loudness(_unweighted(runs[0], layouts, tags[0]), layouts, samples)
         quiet = (loudness == 0) & ~dead
         if quiet.any():
             # Nothing there, or drowned by a louder sample in a sum: ask the quiet ones alone.
-            alone = max(
-                (_largest(g) for run in differentiate(weights(base, quiet)) for g in run), default=0.0
-            )
+            alone = max((_largest(g) for outputs in run(base, quiet) for g in outputs), default=0.0)
             if alone == 0:
                 dead |= quiet
             else:
                 loudness = loudness.masked_fill(quiet, alone)
         seen = loudness > 0
-        if not seen.any() or float(loudness[seen].max() / loudness[seen].min()) <= EQUALISED:
+        if not seen.any() or (
+            loudness[seen].max() <= EQUALISED * loudness[seen].min() and loudness[seen].min() >= resolution
+        ):
             break
         step = torch.where(seen, loudness, torch.ones_like(loudness)).log2().round()
-        # A third of the dtype's range for the base, the rest for the tags and for the model.
-        limit = math.log2(torch.finfo(weight_like.dtype).max) / 3
         base = (base - step).clamp(-limit, limit)
-    return Ownership(layouts, _unweighted(plain, layouts, base))
+    return Ownership(layouts, _unweighted(runs[0], layouts, base + tags[0]))
+
+
+def _resolution(dtype: torch.dtype) -> float:
+    """Absolute difference that rounding makes next to the smallest numbers of a dtype."""
+    return 4 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 def _tags(samples: int, digits: int) -> list[Tensor]:
-    """Exponents that together spell each sample's number, ``[N]`` each."""
-    numbers = torch.arange(samples)
+    """Exponents ``[N]`` of the passes: those of two passes of opposite direction spell a digit of each sample's number.
+
+    Spread over the range, so that couplings are amplified as far as possible, and shuffled, so that no regular
+    coupling (a difference of neighbours) cancels in all passes.
+    """
+    if samples == 1:
+        return [torch.zeros(1, dtype=torch.float64)]
+    count = 1
+    while digits**count < samples:
+        count += 1
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples))
+    numbers = order * (digits**count - 1) // (samples - 1)
     result: list[Tensor] = []
-    while digits ** len(result) < samples:
-        result.append((numbers % digits).double())
+    for _ in range(count):
+        digit = (numbers % digits).double()
+        result += [digit, digits - 1 - digit]
         numbers = numbers // digits
     return result
 
 
-def _without_zeros(
-    plain: Sequence[Sequence[Tensor | None]], tagged: Sequence[Sequence[Sequence[Tensor | None]]]
-) -> list[list[Tensor | None]]:
+def _without_zeros(runs: Sequence[Gradients]) -> list[Gradients]:
     """Replace by ``None`` what is exactly zero in all passes: it belongs to nobody, wherever it lies."""
-
-    def is_zero(place: tuple[int, int], gradient: Tensor) -> bool:
-        runs = [gradient, *(run[place[0]][place[1]] for run in tagged)]
-        return not any(run is not None and run.any() for run in runs)
-
+    silent = {
+        (i, j)
+        for i, outputs in enumerate(runs[0])
+        for j in range(len(outputs))
+        if not any((g := gradients[i][j]) is not None and g.any() for gradients in runs)
+    }
     return [
-        [None if g is None or is_zero((i, j), g) else g for j, g in enumerate(outputs)]
-        for i, outputs in enumerate(plain)
+        [
+            [None if (i, j) in silent else g for j, g in enumerate(outputs)]
+            for i, outputs in enumerate(gradients)
+        ]
+        for gradients in runs
     ]
 
 
 def _layout(
-    site: Site,
-    plain: Sequence[Tensor | None],
-    tagged: Sequence[tuple[Tensor, Sequence[Tensor | None]]],
-    samples: int,
+    site: Site, runs: Sequence[Sequence[Tensor | None]], tags: Sequence[Tensor]
 ) -> SampleLayout | None:
     """The first regular layout that explains all outputs of a call; ``None`` if there is none."""
-    present = [i for i, gradient in enumerate(plain) if gradient is not None]
-    leads = [1 if site.lead is None else site.lead[i] for i in present]
-    shapes = [plain[i].shape for i in present]  # type: ignore[union-attr]
+    samples = len(tags[0])
+    present = [j for j, gradient in enumerate(runs[0]) if gradient is not None]
+    leads = [1 if site.lead is None else site.lead[j] for j in present]
+    passes = [[outputs[j] for outputs in runs] for j in present]
+    shapes = [gradients[0].shape for gradients in passes if gradients[0] is not None]
     for layout in _candidates(shapes, leads, samples):
         if site.lead is None and samples == 1 and any(shape[0] != 1 for shape in shapes):
             continue  # one sample of many rows, or no batch axis at all? The rule did not say.
-        if all(
-            _explains(layout, plain[i], tag, run[i])  # type: ignore[arg-type]
-            for i in present
-            for tag, run in tagged
-        ):
+        if all(_explains(layout, gradients, tags) for gradients in passes):
             return layout
     return None
 
@@ -207,30 +221,36 @@ def _candidates(shapes: Sequence[torch.Size], leads: Sequence[int], samples: int
             yield SampleLayout(samples, axis, stride)
 
 
-def _explains(layout: SampleLayout, plain: Tensor, tag: Tensor, tagged: Tensor | None) -> bool:
-    """Whether each element of ``tagged`` is the element of ``plain`` times its owner's weight."""
-    if tagged is None:
-        return False
-    precision = PRECISION.get(plain.dtype, PRECISION[torch.float16])
-    plain, tagged = (layout.sample_first(gradient).flatten(1) for gradient in (plain, tagged))
-    scaled = (tagged * torch.exp2(-tag).to(plain).unsqueeze(1)).to(
-        torch.promote_types(plain.dtype, torch.float32)
-    )
-    plain = plain.to(scaled)
-    known = plain.isfinite() & scaled.isfinite()
+def _explains(layout: SampleLayout, gradients: Sequence[Tensor | None], tags: Sequence[Tensor]) -> bool:
+    """Whether each element is the same in all passes, once its owner's weight is taken out."""
+    first: Tensor | None = None
+    for gradient, tag in zip(gradients, tags, strict=True):
+        if gradient is None:
+            return False
+        precision = PRECISION.get(gradient.dtype, PRECISION[torch.float16])
+        by_sample = layout.sample_first(gradient).flatten(1)
+        unweighted = by_sample * torch.exp2(-tag).to(by_sample).unsqueeze(1)
+        unweighted = unweighted.to(torch.promote_types(gradient.dtype, torch.float32))
+        if first is None:
+            first = unweighted
+        elif not _agree(first, unweighted, precision, _resolution(gradient.dtype)):
+            return False
+    return True
+
+
+def _agree(first: Tensor, second: Tensor, precision: Precision, resolution: float) -> bool:
+    """Whether two gradients ``[N, elements]`` are the same to rounding, where they are finite."""
+    known = first.isfinite() & second.isfinite()
     if not known.all():
-        if not (known & (plain != 0)).any():
+        if not (known & (first != 0)).any():
             return False  # nothing finite to tell the owners by
-        plain, scaled = plain.where(known, 0.0), scaled.where(known, 0.0)
-    size = plain.abs()
-    smallest = torch.finfo(tagged.dtype).tiny * 1024  # below it, scaling loses digits
-    allowed = precision.relative * size + precision.absolute * size.amax(1, keepdim=True) + smallest
-    return bool(((scaled - plain).abs() <= allowed).all())
+        first, second = first.where(known, 0.0), second.where(known, 0.0)
+    size = torch.minimum(first.abs(), second.abs())
+    allowed = precision.relative * size + precision.absolute * size.amax(1, keepdim=True) + resolution
+    return bool(((first - second).abs() <= allowed).all())
 
 
-def _loudness(
-    plain: Sequence[Sequence[Tensor | None]], layouts: Sequence[SampleLayout | None], samples: int
-) -> Tensor:
+def _loudness(plain: Gradients, layouts: Sequence[SampleLayout | None], samples: int) -> Tensor:
     """Largest finite element of each sample in any gradient, ``[N]``."""
     result = torch.zeros(samples, dtype=torch.float64)
     for outputs, layout in zip(plain, layouts, strict=True):
@@ -250,9 +270,9 @@ def _finite_size(gradient: Tensor) -> Tensor:
 
 
 def _unweighted(
-    plain: Sequence[Sequence[Tensor | None]], layouts: Sequence[SampleLayout | None], exponents: Tensor
+    plain: Gradients, layouts: Sequence[SampleLayout | None], exponents: Tensor
 ) -> list[list[Tensor | None]]:
-    """Take the equalising weights out of the gradients again; exact, since they are powers of two."""
+    """Take the weights out of the gradients again; exact, since they are powers of two."""
 
     def unweigh(gradient: Tensor | None, layout: SampleLayout | None) -> Tensor | None:
         if gradient is None or layout is None or layout.axis is None:

@@ -238,9 +238,9 @@ class Record:
 
     def _read_tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         assert self.rule is not None
-        for name in (*module._parameters, *module._buffers):
+        for name in self.rule.read_by(module):
             tensor = getattr(module, name)
-            if tensor is not None and (self.rule.reads is None or name in self.rule.reads):
+            if tensor is not None:
                 yield name, tensor
 
 

@@ -172,7 +172,9 @@ def _check_coverage(walk: graph.Walk, uses: Sequence[Use], names: Names) -> None
 def _unexplained(parameter: nn.Parameter, consumer: Node, names: Names) -> UnsupportedLayer:
     path, module = names.parameters[parameter], names.owners[parameter]
     operation, layer = consumer.name().removesuffix("0"), names.layer(module)
-    if rule_for(module) is None:
+    if graph.is_compiled(consumer):
+        reason = f"{layer} ({type(module).__name__}) was compiled by torch.compile, which hides its calls"
+    elif rule_for(module) is None:
         reason = f"{layer} ({type(module).__name__}): {why_no_rule(module)}"
     elif not module._forward_hooks:
         reason = (

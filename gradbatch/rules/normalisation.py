@@ -79,16 +79,18 @@ def _instance_norm_axes(module: Any, output_dim: int) -> int:
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
     feature_axes=_instance_norm_axes,
-    reads=(),
+    reads=lambda module: (
+        () if module.training or not module.track_running_stats else ("running_mean", "running_var")
+    ),
 )
 def instance_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """Normalised over the positions of each channel of an image, or by running statistics in eval mode."""
     module = call.module
-    own_statistics = call.training or not module.track_running_stats
-    mean, var = (None, None) if own_statistics else (full(module.running_mean), full(module.running_var))
+    own = call.training or not module.track_running_stats
+    mean, var = (None, None) if own else (full(module.running_mean), full(module.running_var))
 
     def normalise(input: Tensor) -> Tensor:
-        return F.instance_norm(full(input), mean, var, use_input_stats=own_statistics, eps=module.eps)
+        return F.instance_norm(full(input), mean, var, use_input_stats=own, eps=module.eps)
 
     yield from _scale_and_shift(call, call.feature_axes or 2, normalise, per_channel=True)
 

@@ -18,6 +18,7 @@ from gradbatch.rules.call import Call
 
 RuleFunction = Callable[[Call], Iterator[tuple[str, PerSampleGrad]]]
 FeatureAxes = int | Callable[[Any, int], int] | None
+Reads = tuple[str, ...] | Callable[[Any], tuple[str, ...]] | None
 _Function = TypeVar("_Function", bound=RuleFunction)
 
 
@@ -36,7 +37,7 @@ class LayerRule:
     function: RuleFunction
     forward: Callable[..., Any]
     feature_axes: FeatureAxes
-    reads: tuple[str, ...] | None
+    reads: Reads
 
     def count_feature_axes(self, module: nn.Module, output_dim: int) -> int | None:
         """Number of trailing feature axes of an output with ``output_dim`` axes; ``None`` if the rule did not say."""
@@ -44,12 +45,18 @@ class LayerRule:
             return self.feature_axes(module, output_dim)
         return self.feature_axes
 
+    def read_by(self, module: nn.Module) -> list[str]:
+        """Names of the module's parameters and buffers that the rule reads."""
+        if self.reads is None:
+            return [*module._parameters, *module._buffers]
+        return list(self.reads(module) if callable(self.reads) else self.reads)
+
 
 _RULES: dict[type[nn.Module], LayerRule] = {}
 
 
 def layer_rule(
-    *types: type[nn.Module], feature_axes: FeatureAxes = None, reads: tuple[str, ...] | None = None
+    *types: type[nn.Module], feature_axes: FeatureAxes = None, reads: Reads = None
 ) -> Callable[[_Function], _Function]:
     """Teach gradbatch a layer: register a function from a call to the per-sample gradients of its parameters.
 
@@ -63,7 +70,7 @@ def layer_rule(
             on any of them: ``call.input`` is ``[N, *other rows, *features]``. Left out, the samples must lie on
             axis 0. A function of ``(module, output.dim())`` where it depends on the module.
         reads: names of the layer's parameters and buffers that the rule reads, so that a change of them between
-            forward and backward is noticed; left out, all of them.
+            forward and backward is noticed; a function of the module where it depends on it; left out, all.
 
     Returns:
         A decorator that returns the function unchanged.
