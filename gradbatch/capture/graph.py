@@ -20,6 +20,11 @@ Edge = tuple[Node, int]
 """A consumer and the index among its ``next_functions``: the way a gradient takes down the graph."""
 
 
+def is_being_traced() -> bool:
+    """Whether ``torch.compile`` or ``torch.jit.trace`` is recording what is executed."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a ``torch.func`` transform (vmap, grad, …) is at work on the tensor."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

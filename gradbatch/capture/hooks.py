@@ -30,8 +30,8 @@ class ForwardRecorder:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Leave a record on the graph of ``output``; does nothing where no gradient is wanted."""
-        # A compiled graph is opaque anyway: its uses stay unexplained, and are refused by the walk.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        # A traced or compiled graph is opaque anyway: its uses stay unexplained, and are refused by the walk.
+        if graph.is_being_traced() or not torch.is_grad_enabled():
             return
         outputs = [item for item in tensors_in(output) if item.grad_fn is not None]
         if not outputs or any(graph.is_transformed(item) for item in outputs):

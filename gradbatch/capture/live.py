@@ -267,8 +267,10 @@ class LiveCapture:
         use = forward.uses[index]
         if arrived is None:
             return [None] * len(use.anchors)
-        if forward.silent[index] and any(g is not None and g.any() for g in arrived):
-            raise no_layout(use, forward.samples)
+        if forward.silent[index]:
+            if any(g is not None and g.any() for g in arrived):
+                raise no_layout(use, forward.samples)
+            return [None] * len(use.anchors)
         # The gradient of a mean carries 1/N; a sample's own loss does not.
         scale = forward.samples if self._mean else 1
         return [None if g is None else g * scale for g in arrived]

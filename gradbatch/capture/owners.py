@@ -1,16 +1,17 @@
 r"""Ownership: which sample does each element of an output gradient belong to?
 
-Not guessed from shapes, but measured. The gradients are taken twice, with the samples' losses weighted by powers of two
-that spell the sample's number, once upwards and once downwards:
+Not guessed from shapes, but measured. The gradients are taken of the plain sum of the losses, and again with the losses
+weighted by powers of two that spell the sample's number:
 
-.. math:: \frac{\partial \sum_n 2^{d_n} \ell_n}{\partial y_i} \Big/ 2^{d_{n(i)}}
-    = \frac{\partial \sum_n 2^{D - d_n} \ell_n}{\partial y_i} \Big/ 2^{D - d_{n(i)}}
+.. math::
+    \frac{\partial \sum_n 2^{d_n} \ell_n}{\partial y_i} \Big/ 2^{d_{n(i)}}
+    = \frac{\partial \sum_n \ell_n}{\partial y_i}
 
 for an element :math:`y_i` that belongs to sample :math:`n(i)` alone; powers of two pass through floating-point
-arithmetic without rounding. What another sample contributes to the element is amplified on one side of the equation,
-so that even a weak coupling shows. Every regular layout (a batch axis anywhere, rows in either order) is tried against
-the equation, element by element. Where none fits, the element is shared by several samples or they lie irregularly:
-refused.
+arithmetic without rounding. This is done with the numbers :math:`d_n` upwards and downwards, so that what another
+sample contributes to the element is amplified on one side, and even a weak coupling shows. Every regular layout (a
+batch axis anywhere, rows in either order) is tried against the equations, element by element. Where none fits, the
+element is shared by several samples or they lie irregularly: refused.
 """
 
 from __future__ import annotations
@@ -118,11 +119,19 @@ def find_owners(
         return differentiate((weights if mask is None else weights * mask).to(weight_like))
 
     for _ in range(ATTEMPTS):
-        runs = _without_zeros([run(base + tag) for tag in tags])
-        layouts = [_layout(site, [gradients[i] for gradients in runs], tags) for i, site in enumerate(sites)]
+        plain = run(base)
+        peak = max((_largest(g) for outputs in plain for g in outputs), default=0.0)
+        if peak > 2.0 ** (precision.digits // 2 - 1):
+            # The tags on top of it could leave the dtype's range.
+            base = (base - math.ceil(math.log2(peak))).clamp(-limit, limit)
+            plain = run(base)
+        runs = _without_zeros([plain, *(run(base + tag) for tag in tags)])
+        layouts = [
+            _layout(site, [gradients[i] for gradients in runs], tags, samples) for i, site in enumerate(sites)
+        ]
         if samples == 1 or any(layout is None for layout in layouts):
             break
-        loudness = _loudness(_unweighted(runs[0], layouts, tags[0]), layouts, samples)
+        loudness = _loudness(runs[0], layouts, samples)
         quiet = (loudness == 0) & ~dead
         if quiet.any():
             # Nothing there, or drowned by a louder sample in a sum: ask the quiet ones alone.
@@ -138,7 +147,7 @@ def find_owners(
             break
         step = torch.where(seen, loudness, torch.ones_like(loudness)).log2().round()
         base = (base - step).clamp(-limit, limit)
-    return Ownership(layouts, _unweighted(runs[0], layouts, base + tags[0]))
+    return Ownership(layouts, _unweighted(runs[0], layouts, base))
 
 
 def _resolution(dtype: torch.dtype) -> float:
@@ -147,18 +156,16 @@ def _resolution(dtype: torch.dtype) -> float:
 
 
 def _tags(samples: int, digits: int) -> list[Tensor]:
-    """Exponents ``[N]`` of the passes: those of two passes of opposite direction spell a digit of each sample's number.
+    """Exponents ``[N]`` of the weighted passes: two of opposite direction for each digit of the samples' numbers.
 
     Spread over the range, so that couplings are amplified as far as possible, and shuffled, so that no regular
     coupling (a difference of neighbours) cancels in all passes.
     """
-    if samples == 1:
-        return [torch.zeros(1, dtype=torch.float64)]
-    count = 1
+    count = 0
     while digits**count < samples:
         count += 1
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples))
-    numbers = order * (digits**count - 1) // (samples - 1)
+    numbers = order * (digits**count - 1) // max(samples - 1, 1)
     result: list[Tensor] = []
     for _ in range(count):
         digit = (numbers % digits).double()
@@ -185,20 +192,37 @@ def _without_zeros(runs: Sequence[Gradients]) -> list[Gradients]:
 
 
 def _layout(
-    site: Site, runs: Sequence[Sequence[Tensor | None]], tags: Sequence[Tensor]
+    site: Site, runs: Sequence[Sequence[Tensor | None]], tags: Sequence[Tensor], samples: int
 ) -> SampleLayout | None:
     """The first regular layout that explains all outputs of a call; ``None`` if there is none."""
-    samples = len(tags[0])
     present = [j for j, gradient in enumerate(runs[0]) if gradient is not None]
     leads = [1 if site.lead is None else site.lead[j] for j in present]
     passes = [[outputs[j] for outputs in runs] for j in present]
-    shapes = [gradients[0].shape for gradients in passes if gradients[0] is not None]
-    for layout in _candidates(shapes, leads, samples):
-        if site.lead is None and samples == 1 and any(shape[0] != 1 for shape in shapes):
+    first = [gradients[0] for gradients in passes if gradients[0] is not None]
+    unsure = [~gradient.isfinite() for gradient in first]
+    found: SampleLayout | None = None
+    for layout in _candidates([gradient.shape for gradient in first], leads, samples):
+        if site.lead is None and samples == 1 and any(len(gradient) != 1 for gradient in first):
             continue  # one sample of many rows, or no batch axis at all? The rule did not say.
+        if found is not None and all(
+            torch.equal(_owners(layout, mask), _owners(found, mask)) for mask in unsure
+        ):
+            continue
         if all(_explains(layout, gradients, tags) for gradients in passes):
-            return layout
-    return None
+            if found is not None:
+                return None  # the finite elements leave open which sample the others belong to
+            found = layout
+            if not any(mask.any() for mask in unsure):
+                break
+    return found
+
+
+def _owners(layout: SampleLayout, mask: Tensor) -> Tensor:
+    """Samples that the elements under a mask belong to."""
+    if layout.axis is None:
+        return mask.new_zeros(int(mask.sum()), dtype=torch.long)
+    owner = layout.owner(mask.shape[layout.axis]).to(mask.device)
+    return owner.view(-1, *(1,) * (mask.dim() - layout.axis - 1)).expand(mask.shape)[mask]
 
 
 def _candidates(shapes: Sequence[torch.Size], leads: Sequence[int], samples: int) -> Iterator[SampleLayout]:
@@ -223,17 +247,16 @@ def _candidates(shapes: Sequence[torch.Size], leads: Sequence[int], samples: int
 
 def _explains(layout: SampleLayout, gradients: Sequence[Tensor | None], tags: Sequence[Tensor]) -> bool:
     """Whether each element is the same in all passes, once its owner's weight is taken out."""
-    first: Tensor | None = None
-    for gradient, tag in zip(gradients, tags, strict=True):
-        if gradient is None:
-            return False
-        precision = PRECISION.get(gradient.dtype, PRECISION[torch.float16])
-        by_sample = layout.sample_first(gradient).flatten(1)
+    if any(gradient is None for gradient in gradients):
+        return False
+    plain, *tagged = (
+        layout.sample_first(gradient).flatten(1) for gradient in gradients if gradient is not None
+    )
+    precision, resolution = PRECISION.get(plain.dtype, PRECISION[torch.float16]), _resolution(plain.dtype)
+    wide = torch.promote_types(plain.dtype, torch.float32)
+    for by_sample, tag in zip(tagged, tags, strict=True):
         unweighted = by_sample * torch.exp2(-tag).to(by_sample).unsqueeze(1)
-        unweighted = unweighted.to(torch.promote_types(gradient.dtype, torch.float32))
-        if first is None:
-            first = unweighted
-        elif not _agree(first, unweighted, precision, _resolution(gradient.dtype)):
+        if not _agree(plain.to(wide), unweighted.to(wide), precision, resolution):
             return False
     return True
 

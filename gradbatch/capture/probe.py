@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -44,13 +45,30 @@ def owned_gradients(
         ]
 
     dtypes = {dtype for use in uses for _, dtype, _ in use.record.outputs}
-    found = find_owners(differentiate, [site_of(use) for use in uses], samples, outputs[0].detach(), dtypes)
+    adjacent = [reference() for use in uses for reference in use.record.adjacent]
+    with _retained_grads_kept([*outputs, *(tensor for tensor in adjacent if tensor is not None)]):
+        found = find_owners(
+            differentiate, [site_of(use) for use in uses], samples, outputs[0].detach(), dtypes
+        )
     layouts: list[SampleLayout] = []
     for use, layout in zip(uses, found.layouts, strict=True):
         if layout is None:
             raise no_layout(use, samples)
         layouts.append(layout)
     return found.gradients, layouts
+
+
+@contextmanager
+def _retained_grads_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Put back the ``.grad`` of intermediates that the user asked to keep it; a probe is no backward of theirs."""
+    retained = [(tensor, tensor.grad) for tensor in tensors if tensor.retains_grad]
+    for tensor, _ in retained:
+        tensor.grad = None  # not added to in place
+    try:
+        yield
+    finally:
+        for tensor, grad in retained:
+            tensor.grad = grad
 
 
 def site_of(use: Use) -> Site:

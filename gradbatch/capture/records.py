@@ -6,7 +6,7 @@ import enum
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -104,6 +104,9 @@ class Record:
         kwargs: keyword arguments.
         output: what the forward returned.
         refusal: why the call cannot be explained by a rule, although the layer has one.
+
+    Attributes:
+        adjacent: the user's own input and output tensors, as long as they live.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class Record:
         self.kwargs: dict[str, Any] = {}
         self.returns_several = isinstance(output, (tuple, list))
         self.outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self.adjacent = [weakref.ref(tensor) for tensor in tensors_in((args, kwargs, output))]
         self._inputs: list[tuple[Tensor, int]] = []
         self._watched: list[tuple[str, Tensor, int]] = []
         self._holds = 0
@@ -259,9 +263,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name, None))
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            yield from tensors_in(getattr(value, entry.name, None))
 
 
 def outputs_of(output: Any) -> Sequence[Any]:

@@ -76,7 +76,10 @@ def pad_bags(
     return ids, None if weights is None else weights[index].masked_fill(~inside, 0)
 
 
-@layer_rule(nn.EmbeddingBag, feature_axes=1, reads=("weight",))
+# Only the maximum is looked for again in the weight, which max_norm changes in every forward.
+@layer_rule(
+    nn.EmbeddingBag, feature_axes=1, reads=lambda module: ("weight",) if module.mode == "max" else ()
+)
 def embedding_bag(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """The bag's output gradient for each of its ids, weighted, averaged, or where the id is the maximum."""
     if "weight" not in call.needs:
