@@ -75,6 +75,17 @@ def runs_its_own_backward(node: Node) -> bool:
     return type(node).__name__ == "CheckpointFunctionBackward"
 
 
+def has_foreign_hooks(node: Node) -> bool:
+    """Whether somebody else than gradbatch put hooks on the node, which may change the gradients that pass it."""
+    hooks: dict[int, Any] = {}
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(lambda *_: None)
+        hooks.update(handle.hooks_dict_ref() or {})  # all hooks on the node; the handle's own one among them
+        handle.remove()
+        hooks.pop(handle.id, None)
+    return any(not getattr(hook, "__module__", "").startswith("gradbatch.") for hook in hooks.values())
+
+
 def put_first(leaf: Tensor, hook: int) -> None:
     """Let a hook on a leaf see the gradient before all other hooks, which may change it on its way to ``.grad``."""
     hooks: Any = leaf._backward_hooks

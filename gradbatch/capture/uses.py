@@ -88,6 +88,12 @@ def find_uses(roots: Sequence[Node], names: Names) -> tuple[list[Use], graph.Wal
     for use in uses:
         if use.record.refusal is not None:
             raise UnsupportedLayer(f"{use.name} ({use.record.module_type.__name__}): {use.record.refusal}")
+        consumers = {node for into in use.claimed.values() for edges in into.values() for node, _ in edges}
+        if any(map(graph.has_foreign_hooks, consumers.union(node for node, _ in use.anchors))):
+            raise UnsupportedLayer(
+                f"{use.name} ({use.record.module_type.__name__}): a hook on the autograd node of its output may change "
+                "the gradient where gradbatch cannot see it; use a tensor hook (output.register_hook) instead"
+            )
         use.record.check_fresh(use.name)
     return uses, walk
 

@@ -77,9 +77,7 @@ def pad_bags(
 
 
 # Only the maximum is looked for again in the weight, which max_norm changes in every forward.
-@layer_rule(
-    nn.EmbeddingBag, feature_axes=1, reads=lambda module: ("weight",) if module.mode == "max" else ()
-)
+@layer_rule(nn.EmbeddingBag, feature_axes=1, reads=lambda module: ("weight",) if module.mode == "max" else ())
 def embedding_bag(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """The bag's output gradient for each of its ids, weighted, averaged, or where the id is the maximum."""
     if "weight" not in call.needs:

@@ -81,14 +81,14 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Extend the model if it is not, and undo that and whatever running it changes, random state included."""
     extended = any(recorder_of(module) is not None for module in model.modules())
     training = {module: module.training for module in model.modules()}
-    state: list[tuple[dict[str, Any], str, Tensor, int, Tensor]] = [
-        (tensors, name, tensor, _version(tensor), tensor.detach().clone())
+    state: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
+        (tensors, name, tensor, tensor.detach().clone())
         for module in model.modules()
         for tensors in (module._parameters, module._buffers)
         for name, tensor in tensors.items()
         if tensor is not None
     ]
-    devices = {tensor.device for _, _, tensor, _, _ in state if tensor.is_cuda}
+    devices = {tensor.device for _, _, tensor, _ in state if tensor.is_cuda}
     try:
         with torch.random.fork_rng([*devices]):
             if not extended:
@@ -100,9 +100,10 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
         for module, mode in training.items():
             module.training = mode
         with torch.no_grad():
-            for tensors, name, tensor, version, value in state:
+            for tensors, name, tensor, value in state:
                 tensors[name] = tensor
-                if _version(tensor) != version:
+                # By value: BatchNorm's kernels update their statistics without counting it as a new version.
+                if not torch.equal(tensor, value):
                     tensor.copy_(value)
 
 
@@ -129,8 +130,3 @@ def _projections(output: Any, batch_dim: int, rows: set[int]) -> Tensor:
         factors = torch.randn(values.shape, generator=generator, dtype=dtype).to(values.device)
         losses.append((values.to(dtype) * factors).movedim(batch_dim, 0).unsqueeze(-1).flatten(1).sum(1))
     return torch.stack([each.to(losses[0]) for each in losses]).sum(0)
-
-
-def _version(tensor: Tensor) -> int:
-    # Inference tensors do not count versions, and take no changes either.
-    return 0 if tensor.is_inference() else tensor._version
