@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from gradbatch.capture.evaluate import evaluate, zeros
 from gradbatch.capture.probe import owned_gradients
 from gradbatch.capture.uses import Names, find_uses
-from gradbatch.errors import UnsupportedLayer, UsageError
+from gradbatch.errors import UsageError
 from gradbatch.factors import PerSampleGrad
 from gradbatch.plans.contractions import Planner
 
@@ -34,26 +34,8 @@ def capture_losses(losses: Tensor, names: Names, planner: Planner) -> dict[nn.Pa
     samples = len(losses)
     result: dict[nn.Parameter, PerSampleGrad] = {}
     if samples:
-        guards = [p.register_hook(_BehindTheGraph(path)) for p, path in names.parameters.items()]
-        try:
-            found = owned_gradients(uses, [losses], lambda weights: [weights], samples)
-        finally:
-            for guard in guards:
-                guard.remove()
+        found = owned_gradients(uses, [losses], lambda weights: [weights], samples, names)
         result = evaluate(uses, *found, samples, planner)
     return {
         p: result[p] if p in result else zeros(p, samples).with_planner(planner) for p in names.parameters
     }
-
-
-class _BehindTheGraph:
-    """Hook on a parameter while nothing should reach it: passes that stop at layer outputs end there."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __call__(self, _: Tensor) -> None:
-        raise UnsupportedLayer(
-            f"{self._path} receives its gradient from a backward pass inside the backward pass (a checkpointing or "
-            "reversible autograd Function), which hides its uses; use a version of it that autograd can see"
-        )

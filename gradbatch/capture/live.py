@@ -21,7 +21,7 @@ from gradbatch.capture.evaluate import evaluate, zeros
 from gradbatch.capture.probe import no_layout, owned_gradients
 from gradbatch.capture.records import Record, tensors_in
 from gradbatch.capture.uses import Names, Use, find_uses
-from gradbatch.errors import UsageError
+from gradbatch.errors import StaleCapture, UsageError
 from gradbatch.factors import Concat, PerSampleGrad
 from gradbatch.plans.contractions import Planner
 from gradbatch.rules import SampleLayout
@@ -36,6 +36,7 @@ class Forward:
         uses: its calls.
         layouts: where the samples lie in each.
         silent: calls whose outputs the model's outputs do not depend on.
+        names: the wanted parameters at the time.
         passes: for each backward pass, the gradients of each call's outputs that it reached.
     """
 
@@ -43,6 +44,7 @@ class Forward:
     uses: list[Use]
     layouts: list[SampleLayout]
     silent: list[bool]
+    names: Names
     passes: dict[int, dict[int, list[Tensor | None]]] = field(default_factory=lambda: defaultdict(dict))
 
 
@@ -100,11 +102,11 @@ class LiveCapture:
             return [r * weights.to(r).view(-1, *(1,) * (r.dim() - self._batch_dim - 1)) for r in random]
 
         if samples:
-            gradients, layouts = owned_gradients(uses, by_sample, cotangents, samples)
+            gradients, layouts = owned_gradients(uses, by_sample, cotangents, samples, names)
         else:
             gradients, layouts = [[None] for _ in uses], [SampleLayout(0)] * len(uses)
         silent = [all(g is None for g in outputs) for outputs in gradients]
-        forward = Forward(samples, uses, layouts, silent)
+        forward = Forward(samples, uses, layouts, silent, names)
         self._forwards.append(forward)
         for use in uses:
             self._records.add(use.record)
@@ -187,13 +189,22 @@ class LiveCapture:
             )
         if self._arrivals.violation is not None:
             raise self._arrivals.violation
+        names = self._names()
         for forward in self._forwards:
+            changed = {*forward.names.parameters} ^ {*names.parameters}
+            if changed:
+                path = next(
+                    n.parameters[p] for p in changed for n in (names, forward.names) if p in n.parameters
+                )
+                raise StaleCapture(
+                    f"compute: {path} was replaced, frozen or unfrozen after the forward, so that its gradient is not "
+                    "that of the model's parameter any more. Do it before the forward or behind the context"
+                )
             self._drop_foreign_passes(forward)
         groups = self._joined()
         if not groups:
             raise UsageError("compute: no backward pass reached the model's parameters inside the context")
         parts = [self._reduce(group) for group in groups]
-        names = self._names()
         result: dict[nn.Parameter, PerSampleGrad] = {}
         for parameter in names.parameters:
             grads = [

@@ -298,8 +298,10 @@ def _unweighted(
     """Take the weights out of the gradients again; exact, since they are powers of two."""
 
     def unweigh(gradient: Tensor | None, layout: SampleLayout | None) -> Tensor | None:
-        if gradient is None or layout is None or layout.axis is None:
+        if gradient is None or layout is None:
             return gradient
+        if layout.axis is None:
+            return gradient * float(torch.exp2(-exponents[0]))
         factors = torch.exp2(-exponents)[layout.owner(gradient.shape[layout.axis])].to(gradient)
         return gradient * factors.view(-1, *(1,) * (gradient.dim() - layout.axis - 1))
 

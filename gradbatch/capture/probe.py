@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gradbatch.capture import graph
 from gradbatch.capture.owners import Site, find_owners
-from gradbatch.capture.uses import Use
-from gradbatch.errors import CoupledSamples
+from gradbatch.capture.uses import Names, Use
+from gradbatch.errors import CoupledSamples, UnsupportedLayer
 from gradbatch.rules import SampleLayout
 
 
@@ -20,6 +20,7 @@ def owned_gradients(
     outputs: Sequence[Tensor],
     cotangents: Callable[[Tensor], Sequence[Tensor]],
     samples: int,
+    names: Names,
 ) -> tuple[list[list[Tensor | None]], list[SampleLayout]]:
     """Gradients of all calls' outputs, and where the samples lie in them.
 
@@ -28,9 +29,11 @@ def owned_gradients(
         outputs: tensors that depend on them, one row a sample.
         cotangents: from weights of the samples to cotangents of ``outputs``.
         samples: ``N``.
+        names: the parameters.
 
     Raises:
         CoupledSamples: they do not lie regularly in some call.
+        UnsupportedLayer: a parameter receives a gradient although the passes end at the calls' outputs.
     """
     edges = [edge for use in uses for edge in use.edges]
 
@@ -46,7 +49,7 @@ def owned_gradients(
 
     dtypes = {dtype for use in uses for _, dtype, _ in use.record.outputs}
     adjacent = [reference() for use in uses for reference in use.record.adjacent]
-    with _retained_grads_kept([*outputs, *(tensor for tensor in adjacent if tensor is not None)]):
+    with _undisturbed([*outputs, *(tensor for tensor in adjacent if tensor is not None)], names):
         found = find_owners(
             differentiate, [site_of(use) for use in uses], samples, outputs[0].detach(), dtypes
         )
@@ -59,16 +62,37 @@ def owned_gradients(
 
 
 @contextmanager
-def _retained_grads_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Put back the ``.grad`` of intermediates that the user asked to keep it; a probe is no backward of theirs."""
+def _undisturbed(tensors: Sequence[Tensor], names: Names) -> Iterator[None]:
+    """Keep every ``.grad`` of the user's as it is: a probe is no backward of theirs.
+
+    Args:
+        tensors: intermediates, some of which the user may have asked to retain their gradient.
+        names: the parameters; a probe ends before it reaches them, unless something hides them from the graph.
+    """
     retained = [(tensor, tensor.grad) for tensor in tensors if tensor.retains_grad]
     for tensor, _ in retained:
         tensor.grad = None  # not added to in place
+    guards = [p.register_hook(_BehindTheGraph(names.parameters.get(p, "a parameter"))) for p in names.owners]
     try:
         yield
     finally:
+        for guard in guards:
+            guard.remove()
         for tensor, grad in retained:
             tensor.grad = grad
+
+
+class _BehindTheGraph:
+    """Hook on a parameter while nothing should reach it: passes that stop at layer outputs end there."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, _: Tensor) -> None:
+        raise UnsupportedLayer(
+            f"{self._path} receives its gradient from a backward pass inside the backward pass (a checkpointing or "
+            "reversible autograd Function), which hides its uses; use a version of it that autograd can see"
+        )
 
 
 def site_of(use: Use) -> Site:

@@ -87,10 +87,12 @@ def instance_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """Normalised over the positions of each channel of an image, or by running statistics in eval mode."""
     module = call.module
     own = call.training or not module.track_running_stats
-    mean, var = (None, None) if own else (full(module.running_mean), full(module.running_var))
 
     def normalise(input: Tensor) -> Tensor:
-        return F.instance_norm(full(input), mean, var, use_input_stats=own, eps=module.eps)
+        if own:
+            return F.instance_norm(full(input), eps=module.eps)
+        # Not instance_norm, which writes to the statistics that it is given, in older torch even where it only reads.
+        return F.batch_norm(full(input), full(module.running_mean), full(module.running_var), eps=module.eps)
 
     yield from _scale_and_shift(call, call.feature_axes or 2, normalise, per_channel=True)
 
