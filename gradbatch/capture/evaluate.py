@@ -91,6 +91,8 @@ def _apply_rule(
                 f"{layer} yields per-sample gradients of shape {(grad.num_samples, *grad.shape)} for {name!r}; "
                 f"expected {(rows, *parameter.shape)}"
             )
+        if name in yielded:
+            raise RuleError(f"{layer} yields {name!r} twice; add the two with + and yield their sum")
         yielded.add(name)
         yield parameter, grad.regroup(call.rows_per_sample) if call.rows_per_sample > 1 else grad
     missing = set(use.claimed) - yielded
@@ -108,8 +110,8 @@ def _yielded(function: RuleFunction, call: Call, layer: str) -> Iterator[tuple[s
     """Run a rule, and say which rule it was if it fails."""
     try:
         yield from function(call)
-    except GradBatchError:
-        raise
+    except GradBatchError as error:
+        raise type(error)(f"{layer}: {error}") from error
     except Exception as error:
         shape = tuple(call.grad_output.shape) if isinstance(call.grad_output, Tensor) else "several outputs"
         raise RuleError(f"{layer} failed on an output gradient of shape {shape}: {error}") from error
