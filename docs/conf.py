@@ -31,8 +31,8 @@ napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_custom_sections = ["Edge cases"]
 
 # The build needs no network and so reads no inventory of torch or Python: only our own names are checked.
-# A type variable and `Self` are names of the module they stand in, but nothing that a reader could look up.
-nitpick_ignore_regex = [(r"py:.*", r"(?!gradbatch\b).*"), (r"py:.*", r"gradbatch\..*\.(_\w+|Self)")]
+# Type variables are names of the module they stand in, but nothing that a reader could look up.
+nitpick_ignore_regex = [(r"py:.*", r"(?!gradbatch\b).*"), (r"py:.*", r"gradbatch\..*\.(_\w+|Self|Model)")]
 
 html_theme = "furo"
 html_title = "gradbatch"

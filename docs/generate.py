@@ -15,7 +15,8 @@ overrides `forward` needs [a rule of its own](adding-a-layer.md). Samples may li
 the layer treats as rows, also flattened together with positions.
 
 Lazy modules are supported once they are materialised. BatchNorm is supported in eval mode; in train mode it makes
-samples depend on each other and is refused.
+samples depend on each other and is refused. [Torch's module database](module-database.md) shows what comes out for each
+of torch's own layers.
 """
 
 

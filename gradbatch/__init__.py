@@ -36,5 +36,6 @@ from gradbatch.quantities import (
 )
 from gradbatch.results import QuantityResult as QuantityResult, Results as Results
 from gradbatch.rules import Call as Call, layer_rule as layer_rule
+from gradbatch.verify import verify as verify
 
 __version__ = "0.1.0"

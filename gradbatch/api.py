@@ -216,6 +216,8 @@ def compute(
             f'loss_reduction is {loss_reduction!r}; say "mean" or "sum": how your scalar loss is made of the samples\' '
             "losses (gradbatch cannot see it). With a vector of losses, use gradbatch.backward instead"
         )
+    if parameters is not None and not isinstance(parameters, str):
+        parameters = list(parameters)  # read at each forward, so no generator
     if model in _watched:
         raise UsageError(
             "compute: already inside a compute context of this model; ask for all quantities at once"

@@ -74,7 +74,7 @@ class QuantityResult(Mapping[str, Tensor]):
                 "(a quantity of yours: set additive = True if it adds up over parameters)"
             )
         first, *rest = self._tensors.values()
-        total = first
+        total = first.clone()
         for tensor in rest:
             total = total + tensor.to(total.device)
         return total

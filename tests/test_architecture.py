@@ -19,7 +19,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"plans"}),
     frozenset({"factors"}),
     frozenset({"rules", "quantities"}),
-    frozenset({"capture"}),
+    frozenset({"capture", "results"}),
+    frozenset({"selection"}),
     frozenset({"api"}),
     frozenset({"functional", "verify", "privacy", "analysis", "compat"}),
     frozenset({"__init__"}),
@@ -115,9 +116,11 @@ def test_functions_fit_a_screen(path: Path) -> None:
             assert lines <= MAX_FUNCTION_LINES, f"{label(path)}:{node.lineno} {node.name} has {lines} lines"
 
 
-def test_the_package_exports_by_explicit_name_and_does_nothing_else() -> None:
-    docstring, *statements = ast.parse((PACKAGE / "__init__.py").read_text()).body
+def test_the_package_exports_by_explicit_name_and_says_its_version_and_does_nothing_else() -> None:
+    docstring, *statements, version = ast.parse((PACKAGE / "__init__.py").read_text()).body
     assert isinstance(docstring, ast.Expr), "a module docstring first"
+    assert isinstance(version, ast.Assign), "__version__ last"
+    assert ast.unparse(version.targets[0]) == "__version__"
     for statement in statements:
         assert isinstance(statement, ast.ImportFrom), f"line {statement.lineno} is no `from … import X as X`"
         for alias in statement.names:

@@ -249,9 +249,7 @@ def _explains(layout: SampleLayout, gradients: Sequence[Tensor | None], tags: Se
     """Whether each element is the same in all passes, once its owner's weight is taken out."""
     if any(gradient is None for gradient in gradients):
         return False
-    plain, *tagged = (
-        layout.sample_first(gradient).flatten(1) for gradient in gradients if gradient is not None
-    )
+    plain, *tagged = (_by_sample(layout, gradient) for gradient in gradients if gradient is not None)
     precision, resolution = PRECISION.get(plain.dtype, PRECISION[torch.float16]), _resolution(plain.dtype)
     wide = torch.promote_types(plain.dtype, torch.float32)
     for by_sample, tag in zip(tagged, tags, strict=True):
@@ -259,6 +257,11 @@ def _explains(layout: SampleLayout, gradients: Sequence[Tensor | None], tags: Se
         if not _agree(plain.to(wide), unweighted.to(wide), precision, resolution):
             return False
     return True
+
+
+def _by_sample(layout: SampleLayout, gradient: Tensor) -> Tensor:
+    """``[N, elements of a sample]``; one element where the call returns a number a sample."""
+    return layout.sample_first(gradient).unsqueeze(-1).flatten(1)
 
 
 def _agree(first: Tensor, second: Tensor, precision: Precision, resolution: float) -> bool:
@@ -279,7 +282,7 @@ def _loudness(plain: Gradients, layouts: Sequence[SampleLayout | None], samples:
     for outputs, layout in zip(plain, layouts, strict=True):
         for gradient in outputs:
             if gradient is not None and layout is not None:
-                size = _finite_size(layout.sample_first(gradient).flatten(1)).amax(1)
+                size = _finite_size(_by_sample(layout, gradient)).amax(1)
                 result = torch.maximum(result, size.to(result))
     return result
 

@@ -172,10 +172,10 @@ def _check_coverage(walk: graph.Walk, uses: Sequence[Use], names: Names) -> None
         for node in {accumulator: None, **dict.fromkeys(covered)}:
             for edge in walk.consumers[node]:
                 if edge not in covered.get(node, ()):
-                    raise _unexplained(parameter, edge[0], names)
+                    raise _unexplained(parameter, edge[0], walk, names)
 
 
-def _unexplained(parameter: nn.Parameter, consumer: Node, names: Names) -> UnsupportedLayer:
+def _unexplained(parameter: nn.Parameter, consumer: Node, walk: graph.Walk, names: Names) -> UnsupportedLayer:
     path, module = names.parameters[parameter], names.owners[parameter]
     operation, layer = consumer.name().removesuffix("0"), names.layer(module)
     if graph.is_compiled(consumer):
@@ -185,6 +185,11 @@ def _unexplained(parameter: nn.Parameter, consumer: Node, names: Names) -> Unsup
     elif not module._forward_hooks:
         reason = (
             f"{layer} ({type(module).__name__}) was added after extend; call gradbatch.extend(model) again"
+        )
+    elif not any(record.module is module for notes in walk.notes.values() for record, _ in notes):
+        reason = (
+            f"{layer} ({type(module).__name__}) has a rule, but left no record of a call; extend the model before the "
+            "forward, and call the layer rather than use its parameters elsewhere"
         )
     else:
         reason = f"{layer} ({type(module).__name__}) has a rule, but this use lies outside of its forward"
@@ -198,6 +203,6 @@ def _unexplained(parameter: nn.Parameter, consumer: Node, names: Names) -> Unsup
 def coupling_message(name: str, module_type: type[nn.Module]) -> str:
     """The error for a layer that normalises over the batch."""
     return (
-        f"{name} ({module_type.__name__}) normalises over the batch, so a sample's gradient depends on the other "
-        "samples. Put the layer in eval mode with running statistics (layer.eval()), or use GroupNorm instead"
+        f"{name or 'the model itself'} ({module_type.__name__}) normalises over the batch, so a sample's gradient "
+        "depends on the other samples. Put the layer in eval mode with running statistics (layer.eval()), or use GroupNorm instead"
     )

@@ -25,7 +25,9 @@ class BatchGrad(Quantity):
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[N, *shape]``, in at least float32."""
-        return grad.dense()
+        return (
+            grad.dense().contiguous()
+        )  # also the zeros of an unused parameter: the user may write into them
 
 
 @dataclass(frozen=True)

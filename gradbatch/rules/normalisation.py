@@ -102,7 +102,8 @@ def instance_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     nn.BatchNorm2d,
     nn.BatchNorm3d,
     feature_axes=_channel_and_behind,
-    reads=("running_mean", "running_var"),
+    # A train-mode forward changes the statistics behind the back of their version counters, but counts itself.
+    reads=("running_mean", "running_var", "num_batches_tracked"),
 )
 def batch_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """Eval mode: normalised by running statistics, which are constants."""

@@ -1,0 +1,194 @@
+"""The command's exit code says how a check ended, and its output why."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import gradbatch
+from gradbatch import cli
+from gradbatch.cli.app import app
+
+MODELS = """
+import torch
+from torch import nn
+import gradbatch
+from gradbatch.rules.convolution import convolution
+
+class Right(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(4, 6, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5))
+
+class GroupForgotten(nn.Conv2d):
+    pass
+
+@gradbatch.layer_rule(GroupForgotten, feature_axes=3)
+def group_forgotten(call):
+    for name, grad in convolution(call):
+        values = grad.dense().clone()
+        values[:, values.shape[1] // 2 :] *= 2
+        yield name, gradbatch.Dense(values)
+
+def wrong():
+    return nn.Sequential(GroupForgotten(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(24, 2))
+
+class Unsupported(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.scale = nn.Embedding(50, 4), nn.Parameter(torch.ones(4))
+    def forward(self, ids, weights):
+        return self.embedding(ids) * self.scale * weights
+
+class Holder:
+    inner = Right
+
+def norm():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+def failing():
+    raise ValueError("no weights here")
+
+instance = nn.Linear(3, 2)
+number = 3
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A package of the user's own in the current directory."""
+    directory = tmp_path_factory.mktemp("project")
+    (directory / "their_package").mkdir()
+    (directory / "their_package" / "__init__.py").touch()
+    (directory / "their_package" / "models.py").write_text(MODELS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        patch.setattr(sys, "path", [*sys.path])
+        yield directory
+    for name in [name for name in sys.modules if name.split(".")[0] == "their_package"]:
+        del sys.modules[name]
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """Exit code, and what was printed with its lines joined."""
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, " ".join(result.output.split())
+
+
+def check(name: str, *arguments: str) -> tuple[int, str]:
+    return run("check", f"their_package.models:{name}", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("Right", ["--input", "3,4,6,6"]),
+        ("Holder.inner", ["--input", "3,4,6,6", "--dtype", "float32"]),
+        ("instance", ["--input", "3,7,3", "--seed", "1", "--tolerance", "1e-9"]),
+        ("norm", ["--input", "5,3", "--eval"]),
+        (
+            "Unsupported",
+            ["--input", "5,7:50", "--input", "5,7,1", "--parameters", "embed*", "--parameters", "*.weight"],
+        ),
+        ("Unsupported", ["--int-input", "5,7:50", "--input", "5,7,1", "--parameters", "*.weight"]),
+    ],
+)
+def test_a_right_model_gives_zero(name: str, arguments: list[str]) -> None:
+    code, output = check(name, *arguments)
+    assert code == 0 and "agree" in output and "torch.func.vmap" in output, output
+
+
+def test_the_table_has_a_row_for_each_layer() -> None:
+    code, output = check("Right", "--input", "3,4,6,6")
+    assert code == 0 and "layer type rule norms gradients FLOP memory error" in output
+    assert "0 Conv2d convolution" in output and "3 Linear linear" in output
+    assert "Right, 3 samples, float64 on cpu: 2 layers agree" in output
+
+
+def test_a_wrong_rule_gives_one_and_the_block_map() -> None:
+    code, output = check("wrong", "--input", "3,4,4,4")
+    assert code == 1
+    assert "0 GroupForgotten group_forgotten" in output and "0.weight" in output
+    assert "in 3 of 3 samples and 1 of 2 groups" in output
+    assert "samples x groups" in output and "kernel [3, 3]" in output
+    assert "1 of 2 layers differs from torch.func.vmap by more than 1e-10" in output
+
+
+def test_the_block_map_keeps_its_columns_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    result = CliRunner().invoke(app, ["check", "their_package.models:wrong", "--input", "3,4,4,4"])
+    assert result.exit_code == 1
+    assert "elements differ by more than 1e-10, in 3 of 3 samples and 1 of 2 groups." in result.output
+
+
+def test_a_refused_layer_gives_two_and_is_named() -> None:
+    code, output = check("Unsupported", "--input", "5,7:50", "--input", "5,7,1")
+    assert code == 2
+    assert "(model) Unsupported refused (1)" in output and "embedding Embedding embedding" in output
+    assert "scale of shape (4,) is used by MulBackward" in output and "1 refused" in output
+
+
+def test_coupled_samples_give_two_and_name_the_layer() -> None:
+    code, output = check("norm", "--input", "5,3")
+    assert code == 2 and "1 (BatchNorm1d) normalises over the batch" in output
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "message"),
+    [
+        ("their_package.models", ["--input", "2,3"], "is no package.module:factory"),
+        (":Right", ["--input", "2,3"], "is no package.module:factory"),
+        ("their_package.other:Right", ["--input", "2,3"], "cannot import their_package.other"),
+        ("their_package.models:Rihgt", ["--input", "2,3"], "has no 'Rihgt'; there is Right, GroupForgotten"),
+        ("their_package.models:number", ["--input", "2,3"], "is of type int"),
+        ("their_package.models:failing", ["--input", "2,3"], "failing() failed: ValueError: no weights here"),
+        ("builtins:dict", ["--input", "2,3"], "dict() returned something of type dict"),
+        ("their_package.models:instance", ["--input", "2,4"], "Linear fails on inputs [2, 4] float64"),
+        ("their_package.models:instance", ["--input", "2,x"], "'2,x' is no input"),
+        ("their_package.models:instance", ["--input", "2,-3"], "'2,-3' is no input"),
+        ("their_package.models:instance", ["--input", "2,3:0"], "'2,3:0' is no input"),
+        ("their_package.models:instance", ["--input", ""], "'' is no input"),
+        ("their_package.models:instance", ["--input", "2,3", "--device", "abacus"], "--device abacus"),
+        ("their_package.models:instance", ["--input", "2,3", "--parameters", "w"], "named like ['w']"),
+    ],
+)
+def test_what_cannot_be_run_gives_two_and_says_why(target: str, arguments: list[str], message: str) -> None:
+    code, output = run("check", target, *arguments)
+    assert code == 2 and "Error: " in output and message in output, output
+    assert "Traceback" not in output
+
+
+def test_the_version_is_the_package_s() -> None:
+    code, output = run("--version")
+    assert code == 0 and output.startswith(f"gradbatch {gradbatch.__version__} ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["check"], ["check", "their_package.models:Right"]])
+def test_too_few_words_are_answered_with_help(arguments: list[str]) -> None:
+    code, output = run(*arguments)
+    assert code == 2 and "Usage:" in output
+
+
+@pytest.mark.parametrize(("there", "needs"), [([], "typer and rich"), (["typer"], "rich")])
+def test_without_its_packages_the_command_says_how_to_get_them(
+    there: list[str], needs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_spec(name: str) -> Any:
+        return object() if name in there else None
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    with pytest.raises(SystemExit, match=rf"needs {needs}: pip install 'gradbatch\[cli\]'"):
+        cli.main()
+
+
+def test_the_entry_point_runs_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gradbatch", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
