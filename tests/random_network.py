@@ -241,7 +241,8 @@ class RandomNetwork(nn.Module):
 
     def _centre(self, hidden: Tensor) -> Tensor:
         hidden = self._linear(hidden)
-        return hidden - hidden.mean(self.draw.choice([0, 1]), keepdim=True)
+        # Half of it: what is exactly zero but for rounding has gradients of rounding errors.
+        return hidden - 0.5 * hidden.mean(self.draw.choice([0, 1]), keepdim=True)
 
     def _batch_statistic(self, hidden: Tensor) -> Tensor:
         return self._linear(hidden) * self._linear(hidden.mean(0)).mean()

@@ -202,7 +202,8 @@ def _unexplained(parameter: nn.Parameter, consumer: Node, walk: graph.Walk, name
 
 def coupling_message(name: str, module_type: type[nn.Module]) -> str:
     """The error for a layer that normalises over the batch."""
+    layer = f"{name or 'the model itself'} ({module_type.__name__})"
     return (
-        f"{name or 'the model itself'} ({module_type.__name__}) normalises over the batch, so a sample's gradient "
-        "depends on the other samples. Put the layer in eval mode with running statistics (layer.eval()), or use GroupNorm instead"
+        f"{layer} normalises over the batch, so a sample's gradient depends on the other samples. Put the layer in "
+        "eval mode with running statistics (layer.eval()), or use GroupNorm instead"
     )
