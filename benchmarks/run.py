@@ -1,9 +1,10 @@
 """Times of a plain forward and backward pass: per-sample gradients, norms and a weighted sum of one grouped network.
 
-Alternates the contestants and takes the median of each, so that a busy moment of the machine hits all of them.
+Runs the contestants in a new order each round and takes the median of each, so that a busy moment hits all of them.
 """
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def median_times(
     """Median seconds of each contestant, after one unmeasured round."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for round_ in range(repeats + 1):
-        for name, run in contestants.items():
+        for name, run in random.sample(list(contestants.items()), len(contestants)):
             synchronise(device)
             start = time.perf_counter()
             run()

@@ -75,10 +75,7 @@ def _apply_rule(
                 f"{layer} yields {name!r}, which is no parameter of the layer: {[*use.record.parameters]}"
             )
         if name not in use.claimed:
-            if name in call.needs or use.record.parameters[name].requires_grad:
-                raise RuleError(
-                    f"{layer} yields {name!r}, but the layer's output does not depend on it in this call"
-                )
+            # Frozen, not selected, or without influence on the output: a rule need not ask.
             continue
         parameter = use.record.parameters[name]
         if not isinstance(grad, PerSampleGrad):

@@ -111,8 +111,8 @@ def find_owners(
     tags = _tags(samples, precision.digits)
     # Exponents that the base may use, the tags being on top of them.
     limit = math.floor(math.log2(torch.finfo(weight_like.dtype).max)) - precision.digits
-    base = torch.zeros(samples, dtype=torch.float64)
-    dead = torch.zeros(samples, dtype=torch.bool)
+    base = torch.zeros(samples, dtype=torch.float64, device="cpu")
+    dead = torch.zeros(samples, dtype=torch.bool, device="cpu")
 
     def run(exponents: Tensor, mask: Tensor | None = None) -> Gradients:
         weights = torch.exp2(exponents)
@@ -164,7 +164,7 @@ def _tags(samples: int, digits: int) -> list[Tensor]:
     count = 0
     while digits**count < samples:
         count += 1
-    order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples))
+    order = torch.randperm(samples, generator=torch.Generator("cpu").manual_seed(samples), device="cpu")
     numbers = order * (digits**count - 1) // max(samples - 1, 1)
     result: list[Tensor] = []
     for _ in range(count):
@@ -278,7 +278,7 @@ def _agree(first: Tensor, second: Tensor, precision: Precision, resolution: floa
 
 def _loudness(plain: Gradients, layouts: Sequence[SampleLayout | None], samples: int) -> Tensor:
     """Largest finite element of each sample in any gradient, ``[N]``."""
-    result = torch.zeros(samples, dtype=torch.float64)
+    result = torch.zeros(samples, dtype=torch.float64, device="cpu")
     for outputs, layout in zip(plain, layouts, strict=True):
         for gradient in outputs:
             if gradient is not None and layout is not None:

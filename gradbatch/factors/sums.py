@@ -67,7 +67,7 @@ class Sum(PerSampleGrad):
         parts = [term._squared_norm() for term in self.terms]
         for i, term in enumerate(self.terms):
             parts += [2 * pairs.inner_of_terms(term, other) for other in self.terms[i + 1 :]]
-        norms = sum_tensors(parts).clamp_min(0)
+        norms = sum_tensors(parts)
         lost = cancelled(self._noise(), norms).nonzero()[:, 0]
         if len(lost) == 0:
             return norms

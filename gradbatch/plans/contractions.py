@@ -131,7 +131,7 @@ class Planner:
         plan = self.plan("squared_norm", left, right)
         if plan.name == "dense":
             return kernels.squared_norm_dense(left, right, plan.tile, plan.kernel)
-        norms = kernels.squared_norm_ghost(left, right, plan.tile).clamp_min(0)
+        norms = kernels.squared_norm_ghost(left, right, plan.tile)
         lost = _cancelled(left, right, norms, plan.tile)
         if len(lost) == 0:
             return norms

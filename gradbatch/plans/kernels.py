@@ -248,7 +248,10 @@ def noise(norms: Tensor) -> Tensor:
 
 
 def cancelled(noise: Tensor, squared_norm: Tensor) -> Tensor:
-    """Where a ghost norm is not to be trusted, ``[N]``: its terms are much larger than it, or it is not finite."""
+    """Where a ghost norm is not to be trusted, ``[N]``: its terms are much larger than it, or it is not finite.
+
+    That includes every norm that rounding has taken below zero.
+    """
     limit = 3e3 if squared_norm.dtype == torch.float64 else 3e2
     return ~(noise <= limit * squared_norm) | ~squared_norm.isfinite()
 

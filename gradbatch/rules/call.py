@@ -35,7 +35,7 @@ class SampleLayout:
 
     def owner(self, size: int) -> Tensor:
         """Sample that each index of an axis of ``size`` rows belongs to, ``[size]``."""
-        return torch.arange(size).div(self.stride, rounding_mode="floor") % self.samples
+        return torch.arange(size, device="cpu").div(self.stride, rounding_mode="floor") % self.samples
 
     def fits(self, shape: torch.Size) -> bool:
         """Whether a tensor of this shape has the axis, with a number of rows that the samples divide."""

@@ -292,3 +292,20 @@ def test_autograd_functions_without_parameters_are_right() -> None:
     )
     x = draw(4, 3)
     assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
+
+
+@pytest.mark.parametrize("samples", [1, 3, 70])
+def test_the_default_device_and_dtype_do_not_matter(samples: int) -> None:
+    model, x = perceptron(), draw(samples, 3)
+    right = expected(model, lambda: sum_of_squares(model(x)))
+    for way in WAYS:
+        losses = lambda: sum_of_squares(model(x))  # noqa: E731
+        # Nothing may be made where the default says: the model's tensors are on the CPU.
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float16)
+        try:
+            results = WAYS[way](model, losses)
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+        assert_results(results, right)

@@ -12,9 +12,11 @@ import gradbatch
 from gradbatch import CoupledSamples, Dense, OuterProduct, RuleError, UnsupportedLayer
 from gradbatch.rules import registry
 from tests.capture.reference import (
+    WAYS,
     assert_refused,
     assert_right_both_ways,
     draw,
+    expected,
     refusal_of,
     sum_of_squares,
     wired,
@@ -89,6 +91,27 @@ def test_an_optional_second_input_reaches_the_rule_by_name(teach, keyword: bool)
     )
     x = draw(4, 5, 3)
     assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("left_out", ["by selection", "frozen", "unfrozen later"])
+def test_a_rule_may_yield_more_than_is_wanted(teach, left_out: str, way: str) -> None:
+    teach(affine, Affine, feature_axes=1)
+    model, x = model_of(), draw(4, 3)
+    right = expected(model, lambda: sum_of_squares(model(x)))["own.scale"]
+    if left_out != "by selection":
+        model.own.shift.requires_grad_(False)
+    parameters = "own.scale" if left_out == "by selection" else None
+    if way == "backward":
+        losses = sum_of_squares(model(x))
+        model.own.shift.requires_grad_(left_out != "frozen")
+        results = gradbatch.backward(model, losses, gradbatch.BatchGrad(), parameters=parameters)
+    else:
+        with gradbatch.compute(
+            model, gradbatch.BatchGrad(), loss_reduction="sum", parameters=parameters
+        ) as results:
+            sum_of_squares(model(x)).sum().backward()
+    torch.testing.assert_close(results[gradbatch.BatchGrad]["own.scale"], right)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Norms whose terms are far larger than themselves are right wherever the materialised gradients are."""
 
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -9,6 +10,8 @@ from torch import Tensor
 from gradbatch.factors import Concat, OuterProduct, PerSampleGrad, RowScatter, Sum
 from gradbatch.plans.contractions import Planner
 
+# No power of two: the products of two such terms are rounded.
+SIZE = 123456789.0
 GHOST = Planner(force={"squared_norm": "ghost", "gram": "ghost", "inner": "ghost"})
 SMALL = Planner(1024, GHOST.force)
 planners = pytest.mark.parametrize("planner", [GHOST, SMALL], ids=str)
@@ -29,16 +32,15 @@ def exact_gram(dense: Tensor, other: Tensor) -> Tensor:
     return torch.tensor(pairs, dtype=torch.float64)
 
 
-def cancelling(n: int, size: float = 2.0**27, outputs: int = 3, inputs: int = 4) -> OuterProduct:
+def cancelling(n: int, size: float = SIZE, outputs: int = 3, inputs: int = 4) -> OuterProduct:
     """Integers, so that materialising is exact: two positions of ``size`` cancel but for a small difference.
 
-    The first sample is an ordinary one.
+    The first sample is an ordinary one, and no integers.
     """
-    left, right = integers(n, 1, outputs, 1), integers(n, 1, inputs, 1)
-    scale = torch.full((n, 1, 1, 1), size, dtype=torch.float64)
-    scale[:1] = 1
-    lefts = torch.cat([left * scale, -left * scale, integers(n, 1, outputs, 1)], 3)
+    left, right = integers(n, 1, outputs, 1) * size, integers(n, 1, inputs, 1)
+    lefts = torch.cat([left, -left, integers(n, 1, outputs, 1)], 3)
     rights = torch.cat([right, right, integers(n, 1, inputs, 1)], 3)
+    lefts[:1], rights[:1] = torch.randn_like(lefts[:1]), torch.randn_like(rights[:1])
     return OuterProduct(lefts, rights, (outputs, inputs))
 
 
@@ -68,7 +70,7 @@ def test_positions_that_cancel_within_an_outer_product(planner: Planner) -> None
 
 @planners
 def test_many_positions_that_repeat_and_cancel(planner: Planner) -> None:
-    grad = cancelling(4, size=2.0**20)
+    grad = cancelling(4, size=1234567.0)
     left = torch.cat([grad.left[..., :2].repeat(1, 1, 1, 50), grad.left[..., 2:]], 3)
     right = torch.cat([grad.right[..., :2].repeat(1, 1, 1, 50), grad.right[..., 2:]], 3)
     repeated = OuterProduct(left, right, grad.shape).with_planner(planner)
@@ -79,7 +81,7 @@ def test_many_positions_that_repeat_and_cancel(planner: Planner) -> None:
 def test_calls_that_cancel_each_other_in_a_sum(planner: Planner) -> None:
     """A tied embedding whose gradient is the opposite of the head's, but for a small difference."""
     ids = torch.tensor([[0, 2], [1, 1], [2, -1], [2, 0]])
-    values = integers(4, 2, 4) * 2.0**27
+    values = integers(4, 2, 4) * SIZE
     values[0] = 1
     head_left, head_right = integers(4, 1, 3, 3), integers(4, 1, 4, 3)
     head_left[..., :2] = 0
@@ -94,6 +96,15 @@ def test_calls_that_cancel_each_other_in_a_sum(planner: Planner) -> None:
     assert_exact(tied, cancelling(4).with_planner(planner))
     assert_exact(scatter.with_planner(planner), cancelling(4).with_planner(planner))
     assert_exact(Concat([tied, cancelling(2).with_planner(planner)]), Concat([cancelling(3), cancelling(3)]))
+
+
+def test_the_errors_of_positions_that_repeat_each_other_add_up() -> None:
+    left, right = torch.randn(8, 1, 3, 1), torch.randn(8, 1, 4, 1)
+    lefts = torch.cat([left, -left], 3).repeat(1, 1, 1, 1000)
+    rights = torch.cat([right, right * 1.003], 3).repeat(1, 1, 1, 1000)
+    exactly = OuterProduct(lefts.double(), rights.double(), (3, 4)).dense().flatten(1).square().sum(1)
+    norms = OuterProduct(lefts, rights, (3, 4)).with_planner(GHOST).squared_norm()
+    torch.testing.assert_close(norms.double(), exactly, rtol=1e-3, atol=0)
 
 
 def test_a_gradient_that_vanishes_has_norm_zero_and_never_less() -> None:
@@ -123,9 +134,10 @@ def test_float32_norms_keep_four_digits_under_moderate_cancellation() -> None:
 
 
 def test_products_that_overflow_where_the_gradient_does_not_are_materialised() -> None:
-    left, right = torch.full((2, 1, 3, 2), 1e-25), torch.full((2, 1, 4, 2), 1e25)
-    norms = OuterProduct(left, right, (3, 4)).with_planner(GHOST).squared_norm()
-    torch.testing.assert_close(norms, torch.full((2,), 48.0))
+    for small, large, positions in itertools.product((1e-25, 1e-15), (1e25, 1e20), (1, 2)):
+        left, right = torch.full((2, 1, 3, positions), small), torch.full((2, 1, 4, positions), large)
+        norms = OuterProduct(left, right, (3, 4)).with_planner(GHOST).squared_norm()
+        torch.testing.assert_close(norms, torch.full((2,), 12 * (positions * small * large) ** 2))
 
 
 def test_ordinary_samples_are_not_materialised() -> None:
