@@ -35,7 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--epochs", type=int, default=15, help="passes over the training digits (15)")
+    parser.add_argument("--epochs", type=int, default=10, help="passes over the training digits (10)")
     parser.add_argument("--picture", type=Path, default=Path("digits_by_gradient_norm.png"), help="to write")
     options = parser.parse_args()
     console = Console(highlight=False)

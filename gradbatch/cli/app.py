@@ -1,5 +1,7 @@
 """Arguments, tables and exit codes of the ``gradbatch`` command."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Annotated
 
@@ -90,20 +92,31 @@ def check(
     console = Console()
     try:
         torch.manual_seed(seed)
-        # Ten bits of TF32 would look like a mistake.
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         precision = getattr(torch, dtype.value)
         where = usable_device(device)
         tensors = [make_input(spec, precision).to(where) for spec in inputs]
         model = load_model(target).to(where, precision).train(not evaluation)
-        try_out(model, tensors)
-        report = verify(model, tensors, tolerance=tolerance, parameters=parameters or None)
+        with _without_tf32():
+            try_out(model, tensors)
+            report = verify(model, tensors, tolerance=tolerance, parameters=parameters or None)
     except GradBatchError as error:
         Console(stderr=True).print(Text(f"Error: {error}", style="red"))
         raise typer.Exit(NOT_CHECKED) from error
     _show(report, console)
     if not report.ok:
         raise typer.Exit(MISMATCH if report.mismatches else NOT_CHECKED)
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Compute float32 as float32: the ten bits of TF32 would look like a mistake."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _show(report: Report, console: Console) -> None:

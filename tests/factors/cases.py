@@ -78,6 +78,11 @@ def outer_grouped_strided(n: int, make: Maker) -> Case:
     return _outer(left.permute(0, 2, 3, 1), right.permute(0, 3, 1, 2))
 
 
+def outer_of_other_rows(n: int, make: Maker) -> Case:
+    """The same number of elements, but a row of the outer product is half a row of the parameter."""
+    return _outer(make.draw(n, 1, 12, 3), make.draw(n, 1, 2, 3))
+
+
 def outer_depthwise(n: int, make: Maker) -> Case:
     return _outer(make.draw(n, 6, 1, 9), make.draw(n, 6, 4, 9))
 
@@ -164,6 +169,7 @@ STRUCTURES: dict[str, Callable[[int, Maker], Case]] = {
         outer_of_many_positions,
         outer_grouped_strided,
         outer_depthwise,
+        outer_of_other_rows,
         patches,
         patches_of_rows,
         scatter,

@@ -38,7 +38,7 @@ def cancelling(n: int, size: float = SIZE, outputs: int = 3, inputs: int = 4) ->
     The first sample is an ordinary one, and no integers.
     """
     left, right = integers(n, 1, outputs, 1) * size, integers(n, 1, inputs, 1)
-    lefts = torch.cat([left, -left, integers(n, 1, outputs, 1)], 3)
+    lefts = torch.cat([left, integers(n, 1, outputs, 1) - left, integers(n, 1, outputs, 1)], 3)
     rights = torch.cat([right, right, integers(n, 1, inputs, 1)], 3)
     lefts[:1], rights[:1] = torch.randn_like(lefts[:1]), torch.randn_like(rights[:1])
     return OuterProduct(lefts, rights, (outputs, inputs))

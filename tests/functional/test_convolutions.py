@@ -277,7 +277,7 @@ def test_lower_precisions_are_accumulated_in_float32(transposed: bool, device: t
     assert {grad.dtype for grad in layer.grad_batch.values()} == {torch.float32}
     exact = [tensor.detach().double().requires_grad_() for tensor in (input, weight, bias)]
     (TRANSPOSED if transposed else CONVOLUTIONS)[2](*exact, groups=2).sum().backward()
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         torch.testing.assert_close(
             layer.grad_batch["weight"].sum(0).double(), exact[1].grad, rtol=1e-5, atol=1e-3
         )

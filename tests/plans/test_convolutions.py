@@ -135,7 +135,7 @@ def test_lower_precisions_and_mixtures_of_them(method: str, dtype: torch.dtype, 
     expected = torch.einsum("ngpt,ngdt->ngpd", left.double(), exact.unfold())
     tolerance = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps * float(expected.abs().max())}
     # Convolutions on CUDA round float32 to TF32 first, unless told otherwise.
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         actual = correlate(left, exact.to(dtype), method)
         assert actual.dtype == dtype
         torch.testing.assert_close(actual.double(), expected, **tolerance)
