@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gradbatch.capture.probe import feature_axes
+from gradbatch.capture.records import tensors_in
 from gradbatch.capture.uses import Use
-from gradbatch.errors import GradBatchError, RuleError, UnsupportedLayer
+from gradbatch.errors import GradBatchError, RuleError
 from gradbatch.factors import Dense, PerSampleGrad
 from gradbatch.plans.contractions import Planner
 from gradbatch.rules import Call, RuleFunction, SampleLayout
@@ -69,6 +70,8 @@ def _apply_rule(
     assert rule is not None
     layer = f"the layer rule of {use.record.module_type.__name__} (at {use.name})"
     yielded = set()
+    tensors = [*tensors_in((call.args, dict(call.kwargs))), *(g for g in gradients if g is not None)]
+    borrowed = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     for name, grad in _yielded(rule.function, call, layer):
         if name not in use.record.parameters:
             raise RuleError(
@@ -91,15 +94,13 @@ def _apply_rule(
         if name in yielded:
             raise RuleError(f"{layer} yields {name!r} twice; add the two with + and yield their sum")
         yielded.add(name)
+        if isinstance(grad, Dense) and grad.values.untyped_storage().data_ptr() in borrowed:
+            grad = Dense(
+                grad.values.clone()
+            )  # results must not change with each other, or with the user's tensors
         yield parameter, grad.regroup(call.rows_per_sample) if call.rows_per_sample > 1 else grad
     missing = set(use.claimed) - yielded
     if missing:
-        if use.record.module._forward_pre_hooks:
-            raise UnsupportedLayer(
-                f"{use.name} ({use.record.module_type.__name__}): its output depends on {sorted(missing)}, from which "
-                "a forward pre-hook (weight_norm, spectral_norm, pruning, …) computes what the layer uses. Remove the "
-                "re-parametrisation, or freeze these parameters"
-            )
         raise RuleError(f"{layer} yields nothing for {sorted(missing)}, which the layer's output depends on")
 
 
@@ -124,7 +125,7 @@ def _call(use: Use, gradients: Sequence[Tensor | None], layout: SampleLayout) ->
         for i, (shape, dtype, device) in enumerate(record.outputs)
     )
     return Call(
-        module=record.module,
+        module=record.module_as_called(),
         name=use.name,
         args=record.args,
         kwargs=record.kwargs,

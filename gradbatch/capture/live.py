@@ -67,6 +67,7 @@ class LiveCapture:
         self._forwards: list[Forward] = []
         self._records: set[Record] = set()
         self._arrivals = Arrivals()
+        self._taken: list[tuple[str, Tensor, int]] = []
         self._handles: list[Any] = []
 
     def open(self) -> None:
@@ -80,7 +81,7 @@ class LiveCapture:
             handle.remove()
         for record in self._records:
             record.let_go()
-        self._handles, self._records, self._forwards = [], set(), []
+        self._handles, self._records, self._forwards, self._taken = [], set(), [], []
         self._arrivals.close()
 
     # ---- after each forward
@@ -169,7 +170,10 @@ class LiveCapture:
         def take(grads: tuple[Tensor | None, ...]) -> None:
             slots = forward.passes[graph.current_pass()].setdefault(number, [None] * count)
             gradient = grads[output]
-            slots[position] = None if gradient is None else anchor.of_output(gradient.detach())
+            if gradient is not None:
+                gradient = anchor.of_output(gradient.detach())
+                self._taken.append((use.name, gradient, gradient._version))
+            slots[position] = gradient
 
         return take
 
@@ -189,6 +193,12 @@ class LiveCapture:
             )
         if self._arrivals.violation is not None:
             raise self._arrivals.violation
+        for name, gradient, version in self._taken:
+            if gradient._version != version:
+                raise StaleCapture(
+                    f"compute: the gradient of the output of {name} was changed in place after the backward (it may be "
+                    "some tensor's .grad); leave the context first"
+                )
         names = self._names()
         for forward in self._forwards:
             changed = {*forward.names.parameters} ^ {*names.parameters}

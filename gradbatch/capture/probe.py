@@ -124,4 +124,4 @@ def no_layout(use: Use, samples: int) -> CoupledSamples:
 def feature_axes(use: Use, shape: torch.Size) -> int | None:
     """Trailing axes of an output of this shape that belong to the layer's function, if its rule says so."""
     assert use.record.rule is not None
-    return use.record.rule.count_feature_axes(use.record.module, len(shape))
+    return use.record.rule.count_feature_axes(use.record.module_as_called(), len(shape))

@@ -129,6 +129,7 @@ class Record:
         self.kwargs: dict[str, Any] = {}
         self.returns_several = isinstance(output, (tuple, list))
         self.outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._settings: dict[str, Any] = {}
         self.adjacent = [weakref.ref(tensor) for tensor in tensors_in((args, kwargs, output))]
         self._inputs: list[tuple[Tensor, int]] = []
         self._watched: list[tuple[str, Tensor, int]] = []
@@ -138,6 +139,8 @@ class Record:
             self._read(module, args, kwargs, output)
 
     def _read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._settings = {name: value for name, value in module.__dict__.items() if _is_plain(value)}
+        self.refusal = self.refusal or _shadowed(module)
         own = {id(parameter) for parameter in self.parameters.values()}
         for tensor in tensors_in((args, kwargs)):
             edge = graph.output_edge(tensor)
@@ -162,6 +165,15 @@ class Record:
                 f"a {self.module_type.__name__} was deleted between forward and backward; keep the model alive"
             )
         return module
+
+    def module_as_called(self) -> nn.Module:
+        """The layer with its attributes as they were in this call; it shares parameters, buffers and all else.
+
+        A layer may be called several times with other settings (one weight at several dilations).
+        """
+        twin = object.__new__(self.module_type)
+        twin.__dict__.update({**self.module.__dict__, **self._settings})
+        return twin
 
     def release(self) -> None:
         """Let go of the inputs, as autograd does of what it saved, once a backward pass has gone through."""
@@ -246,6 +258,25 @@ class Record:
             tensor = getattr(module, name)
             if tensor is not None:
                 yield name, tensor
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        value is None or isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+    )
+
+
+def _shadowed(module: nn.Module) -> str | None:
+    """Why the layer may compute with something else than its parameters."""
+    for name, value in module.__dict__.items():
+        if name in module._parameters:
+            return f"its attribute {name} hides its parameter {name}; remove the attribute"
+        if isinstance(value, Tensor) and value.requires_grad and type(module).__module__.startswith("torch."):
+            return (
+                f"its {name} is computed from something else (weight_norm, spectral_norm, pruning, …). Remove the "
+                "re-parametrisation, or freeze what it is computed from"
+            )
+    return None
 
 
 def couples_samples(module: nn.Module) -> bool:

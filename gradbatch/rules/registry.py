@@ -6,7 +6,8 @@ class. So is a class or an instance whose ``forward`` was replaced after the rul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,14 +29,14 @@ class LayerRule:
 
     Args:
         function: from a :class:`Call` to ``(parameter name, PerSampleGrad)`` pairs.
-        forward: the ``forward`` the rule was written for.
+        methods: the methods of the layer type when the rule was written for it, ``forward`` and what it may call.
         feature_axes: trailing axes of the output that belong to the layer's function, or a function of the module
             and the output's number of axes; all axes before them are interchangeable rows.
         reads: names of own parameters and buffers whose values the rule reads; ``None``: all of them.
     """
 
     function: RuleFunction
-    forward: Callable[..., Any]
+    methods: Mapping[str, Any]
     feature_axes: FeatureAxes
     reads: Reads
 
@@ -105,7 +106,7 @@ def layer_rule(
 
     def register(function: _Function) -> _Function:
         for kind in types:
-            _RULES[kind] = LayerRule(function, kind.forward, feature_axes, reads)
+            _RULES[kind] = LayerRule(function, _methods(kind), feature_axes, reads)
         return function
 
     return register
@@ -114,19 +115,32 @@ def layer_rule(
 def rule_for(module: nn.Module) -> LayerRule | None:
     """The rule that explains this very module, or ``None``.
 
-    Edge cases: ``None`` for a subclass of a taught layer, for an instance or a class whose ``forward`` was replaced.
+    Edge cases: ``None`` for a subclass of a taught layer, and for an instance or a class of which ``forward`` or
+    another method (such as ``_conv_forward``) was replaced.
     """
-    rule = _RULES.get(type(module))
-    if rule is None or "forward" in module.__dict__ or type(module).forward is not rule.forward:
+    kind = type(module)
+    rule = _RULES.get(kind)
+    if rule is None or not rule.methods.keys().isdisjoint(module.__dict__):
+        return None
+    if any(getattr(kind, name) is not method for name, method in rule.methods.items()):
         return None
     return rule
+
+
+def _methods(kind: type[nn.Module]) -> dict[str, Any]:
+    """Methods of a layer type that are its own or of a base class other than ``torch.nn.Module``."""
+    names = {name for base in kind.__mro__ if base not in (nn.Module, object) for name in vars(base)}
+    methods = {name: getattr(kind, name) for name in names if not name.startswith("__")}
+    return {name: method for name, method in methods.items() if inspect.isfunction(method)} | {
+        "forward": kind.forward
+    }
 
 
 def why_no_rule(module: nn.Module) -> str:
     """Say in words why :func:`rule_for` found nothing."""
     kind = type(module)
     if kind in _RULES:
-        return f"the forward of {kind.__name__} was replaced, so its layer rule does not describe it any more"
+        return f"the forward of {kind.__name__} was replaced, or a method it calls; its layer rule describes the original"
     bases = [base.__name__ for base in kind.__mro__[1:] if base in _RULES]
     if bases:
         return f"{kind.__name__} is a subclass of {bases[0]}, whose rule may not describe it"

@@ -136,3 +136,19 @@ def test_temporaries_stay_within_the_budget(plan: str, budget: int, operation: s
     assert 4 * largest(evaluate) <= max(budget, 4 * left.numel())
     planned = grad.planner.plan(operation, left, right)
     assert planned.bytes <= max(budget, 4 * 2 * 50 * 40)
+
+
+def test_patches_are_unfolded_a_budget_at_a_time() -> None:
+    source = torch.randn(16, 4, 20, 20)
+    right = Patches(source, Window((5, 5), (1, 1), (2, 2), (1, 1)), 1)
+    each, budget = right.shape.numel() // 16, 2**20
+    grad = OuterProduct(torch.randn(16, 1, 3, 400), right, (3, 4, 5, 5))
+    assert 4 * 16 * each > 2 * budget > 8 * 2 * each, "some, but not all of the samples fit"
+    for operation in ("dense", "sum", "squared_norm", "gram", "sum_of_squares"):
+        for name in ("ghost", "dense"):
+            force = {"dense": "unfold", "sum": "einsum", "squared_norm": name, "gram": "dense"}
+            planner = Planner(budget, force)
+            # The patches of one sample are copied while they are unfolded; two positions' Gram matrices are ghosts.
+            assert 4 * largest(getattr(grad.with_planner(planner), operation)) <= max(
+                budget, 4 * each, 4 * 400**2
+            )

@@ -1,0 +1,107 @@
+"""A rule sees the layer as it was in the call, and results belong to the user alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradbatch
+from gradbatch import BatchGrad, Dense, StaleCapture, UnsupportedLayer
+from gradbatch.rules import registry
+from tests.capture.reference import assert_refused, assert_right_both_ways, draw, sum_of_squares, wired
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + self.shift
+
+
+@pytest.fixture
+def taught_shift(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+
+    @gradbatch.layer_rule(Shift)
+    def shift(call: gradbatch.Call):
+        yield "shift", Dense(call.grad_output)
+
+
+def test_one_weight_at_several_dilations_is_right() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for dilation in (1, 2, 3):
+            self.conv.dilation = self.conv.padding = (dilation, dilation)
+            total = total + self.conv(x).relu()
+        return total
+
+    model, x = wired(forward, conv=nn.Conv2d(2, 3, 3)), draw(4, 2, 6, 6)
+    assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
+
+
+def test_settings_changed_after_the_forward_do_not_matter() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        self.norm.eps = 1e-5
+        result = self.norm(self.first(x))
+        self.norm.eps = 10.0
+        return result
+
+    model, x = wired(forward, first=nn.Linear(3, 4), norm=nn.LayerNorm(4)), draw(4, 3)
+    assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
+
+
+def test_a_method_that_forward_calls_and_that_was_replaced_on_the_instance_is_refused() -> None:
+    model, x = wired(lambda self, x: self.conv(x), conv=nn.Conv2d(2, 3, 3)), draw(4, 2, 6, 6)
+    conv = model.conv
+    conv._conv_forward = lambda input, weight, bias: F.conv2d(input, 2 * weight, bias)
+    assert_refused(model, lambda: sum_of_squares(model(x)), UnsupportedLayer, "conv")
+
+
+def test_a_method_that_forward_calls_and_that_was_replaced_on_the_class_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = wired(lambda self, x: self.conv(x), conv=nn.Conv2d(2, 3, 3)), draw(4, 2, 6, 6)
+    patched = lambda self, input, weight, bias: F.conv2d(input, 2 * weight, bias)  # noqa: E731
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", patched)
+    assert_refused(model, lambda: sum_of_squares(model(x)), UnsupportedLayer, "conv")
+
+
+def test_an_attribute_that_hides_a_parameter_is_refused() -> None:
+    model, x = wired(lambda self, x: self.lin(x), lin=nn.Linear(3, 2)), draw(4, 3)
+
+    def hide(module: nn.Module, _: object) -> None:
+        object.__setattr__(module, "weight", module._parameters["weight"].tanh())
+
+    model.lin.register_forward_pre_hook(hide)
+    assert_refused(model, lambda: sum_of_squares(model(x)), UnsupportedLayer, "lin.*weight")
+
+
+def test_a_weight_computed_from_the_bias_is_refused() -> None:
+    model, x = wired(lambda self, x: self.lin(x), lin=nn.Linear(3, 3)), draw(4, 3)
+    del model.lin.weight
+
+    def compute(module: nn.Module, _: object) -> None:
+        module.weight = torch.outer(module.bias, module.bias)
+
+    model.lin.register_forward_pre_hook(compute)
+    assert_refused(model, lambda: sum_of_squares(model(x)), UnsupportedLayer, "lin.*weight")
+
+
+def test_results_of_two_layers_share_no_memory(taught_shift: None) -> None:
+    model = gradbatch.extend(nn.Sequential(Shift(), Shift()).double())
+    results = gradbatch.backward(model, sum_of_squares(model(draw(4, 3))), BatchGrad())[BatchGrad]
+    right = results["1.shift"].clone()
+    results["0.shift"].zero_()
+    torch.testing.assert_close(results["1.shift"], right)
+
+
+def test_a_captured_gradient_that_is_also_an_inputs_grad_is_not_changed_unnoticed(taught_shift: None) -> None:
+    model, x = gradbatch.extend(nn.Sequential(Shift()).double()), draw(4, 3).requires_grad_()
+    with (
+        pytest.raises(StaleCapture, match="0"),
+        gradbatch.compute(model, BatchGrad(), loss_reduction="sum"),
+    ):
+        sum_of_squares(model(x)).sum().backward()
+        x.grad.zero_()
