@@ -199,7 +199,7 @@ def _layout(
     leads = [1 if site.lead is None else site.lead[j] for j in present]
     passes = [[outputs[j] for outputs in runs] for j in present]
     first = [gradients[0] for gradients in passes if gradients[0] is not None]
-    unsure = [~gradient.isfinite() for gradient in first]
+    unsure = [~gradient.isfinite() for gradient in first if not gradient.sum().isfinite()]
     found: SampleLayout | None = None
     for layout in _candidates([gradient.shape for gradient in first], leads, samples):
         if site.lead is None and samples == 1 and any(len(gradient) != 1 for gradient in first):
@@ -266,6 +266,8 @@ def _by_sample(layout: SampleLayout, gradient: Tensor) -> Tensor:
 
 def _agree(first: Tensor, second: Tensor, precision: Precision, resolution: float) -> bool:
     """Whether two gradients ``[N, elements]`` are the same to rounding, where they are finite."""
+    if torch.equal(first, second) and bool(first.sum().isfinite()):
+        return True  # as it is where kernels are exact; the rest would need several temporaries
     known = first.isfinite() & second.isfinite()
     if not known.all():
         if not (known & (first != 0)).any():
@@ -282,17 +284,18 @@ def _loudness(plain: Gradients, layouts: Sequence[SampleLayout | None], samples:
     for outputs, layout in zip(plain, layouts, strict=True):
         for gradient in outputs:
             if gradient is not None and layout is not None:
-                size = _finite_size(_by_sample(layout, gradient)).amax(1)
-                result = torch.maximum(result, size.to(result))
+                result = torch.maximum(result, _sizes(_by_sample(layout, gradient)).to(result))
     return result
 
 
 def _largest(gradient: Tensor | None) -> float:
-    return 0.0 if gradient is None or not gradient.numel() else float(_finite_size(gradient).max())
+    return 0.0 if gradient is None or not gradient.numel() else float(_sizes(gradient.reshape(1, -1)))
 
 
-def _finite_size(gradient: Tensor) -> Tensor:
-    return gradient.abs().nan_to_num(0.0, 0.0, 0.0)
+def _sizes(rows: Tensor) -> Tensor:
+    """Largest finite absolute value of each row, ``[N, elements]`` to ``[N]``."""
+    sizes = torch.linalg.vector_norm(rows, torch.inf, 1)  # in one pass, without a temporary
+    return sizes if sizes.isfinite().all() else rows.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
 
 
 def _unweighted(

@@ -140,7 +140,8 @@ def why_no_rule(module: nn.Module) -> str:
     """Say in words why :func:`rule_for` found nothing."""
     kind = type(module)
     if kind in _RULES:
-        return f"the forward of {kind.__name__} was replaced, or a method it calls; its layer rule describes the original"
+        name = kind.__name__
+        return f"the forward of {name} was replaced, or a method that it calls; the rule of {name} is for the original"
     bases = [base.__name__ for base in kind.__mro__[1:] if base in _RULES]
     if bases:
         return f"{kind.__name__} is a subclass of {bases[0]}, whose rule may not describe it"

@@ -99,9 +99,9 @@ def test_results_of_two_layers_share_no_memory(taught_shift: None) -> None:
 
 def test_a_captured_gradient_that_is_also_an_inputs_grad_is_not_changed_unnoticed(taught_shift: None) -> None:
     model, x = gradbatch.extend(nn.Sequential(Shift()).double()), draw(4, 3).requires_grad_()
-    with (
-        pytest.raises(StaleCapture, match="0"),
-        gradbatch.compute(model, BatchGrad(), loss_reduction="sum"),
-    ):
-        sum_of_squares(model(x)).sum().backward()
-        x.grad.zero_()
+    context = gradbatch.compute(model, BatchGrad(), loss_reduction="sum")
+    context.__enter__()
+    sum_of_squares(model(x)).sum().backward()
+    x.grad.zero_()
+    with pytest.raises(StaleCapture, match="0"):
+        context.__exit__(None, None, None)
