@@ -192,6 +192,8 @@ def test_tracers_see_an_extended_model_as_it_was(tool: str) -> None:
         traced = torch.fx.symbolic_trace(model)
     elif tool == "jit":
         traced = torch.jit.trace(model, x)
+    elif torch.__version__.startswith("2.6."):
+        pytest.skip("torch 2.6 exports no model with forward hooks, whatever they do")
     else:
         traced = torch.export.export(model, (x,)).module()
     torch.testing.assert_close(traced(x), model(x))
