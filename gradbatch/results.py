@@ -125,5 +125,5 @@ class Results(Mapping[Quantity, QuantityResult]):
 
     def _computed(self) -> list[QuantityResult]:
         if self._results is None:
-            raise UsageError("the results are there once the with block is left; read them behind it")
+            raise UsageError("the results are available after the with block ends; read them there")
         return self._results

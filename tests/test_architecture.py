@@ -24,7 +24,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"api"}),
     frozenset({"functional", "verify", "privacy", "analysis", "compat"}),
     frozenset({"__init__"}),
-    frozenset({"cli", "__main__"}),
+    frozenset({"cli"}),
+    frozenset({"__main__"}),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 THIRD_PARTY = {"blockmap": {"torch"}, "cli": {"torch", "typer", "rich"}, "verify": {"torch", "rich"}}

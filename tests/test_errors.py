@@ -167,7 +167,7 @@ class TestTheModel:
         with pytest.raises(UsageError, match=message):
             gradbatch.extend(*arguments)
 
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
     def test_a_scripted_module_is_refused_by_extend(self) -> None:
         with pytest.raises(UsageError, match="ScriptModule"):
             gradbatch.extend(nn.Sequential(torch.jit.script(nn.Linear(2, 2))))
@@ -283,7 +283,7 @@ class TestTheOrder:
         model = perceptron()
         with gradbatch.compute(model, BatchGrad(), loss_reduction="sum") as results:
             losses_of(model).sum().backward()
-            with pytest.raises(UsageError, match="once the with block is left"):
+            with pytest.raises(UsageError, match="after the with block ends"):
                 results[BatchGrad]
             assert repr(results) == "Results(not computed yet)"
         assert results[BatchGrad]

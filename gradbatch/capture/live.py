@@ -35,7 +35,7 @@ class Forward:
         samples: ``N``.
         uses: its calls.
         layouts: where the samples lie in each.
-        silent: calls whose outputs the model's outputs do not depend on.
+        unseen: elements of each call's outputs that the model's outputs do not depend on (``None``: none of them do).
         names: the wanted parameters at the time.
         passes: for each backward pass, the gradients of each call's outputs that it reached.
     """
@@ -43,7 +43,7 @@ class Forward:
     samples: int
     uses: list[Use]
     layouts: list[SampleLayout]
-    silent: list[bool]
+    unseen: list[list[Tensor | None]]
     names: Names
     passes: dict[int, dict[int, list[Tensor | None]]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -106,8 +106,8 @@ class LiveCapture:
             gradients, layouts = owned_gradients(uses, by_sample, cotangents, samples, names)
         else:
             gradients, layouts = [[None] for _ in uses], [SampleLayout(0)] * len(uses)
-        silent = [all(g is None for g in outputs) for outputs in gradients]
-        forward = Forward(samples, uses, layouts, silent, names)
+        unseen = [[None if g is None else g == 0 for g in outputs] for outputs in gradients]
+        forward = Forward(samples, uses, layouts, unseen, names)
         self._forwards.append(forward)
         for use in uses:
             self._records.add(use.record)
@@ -288,9 +288,11 @@ class LiveCapture:
         use = forward.uses[index]
         if arrived is None:
             return [None] * len(use.anchors)
-        if forward.silent[index]:
-            if any(g is not None and g.any() for g in arrived):
+        for unseen, gradient in zip(forward.unseen[index], arrived, strict=True):
+            # Nobody knows whose these are: they do not reach the loss by way of what the model returned.
+            if gradient is not None and (gradient if unseen is None else gradient[unseen]).any():
                 raise no_layout(use, forward.samples)
+        if all(unseen is None for unseen in forward.unseen[index]):
             return [None] * len(use.anchors)
         # The gradient of a mean carries 1/N; a sample's own loss does not.
         scale = forward.samples if self._mean else 1

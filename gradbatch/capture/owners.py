@@ -121,7 +121,7 @@ def find_owners(
     for _ in range(ATTEMPTS):
         plain = run(base)
         peak = max((_largest(g) for outputs in plain for g in outputs), default=0.0)
-        if peak > 2.0 ** (precision.digits // 2 - 1):
+        if samples > 1 and peak > 2.0 ** (precision.digits // 2 - 1):
             # The tags on top of it could leave the dtype's range.
             base = (base - math.ceil(math.log2(peak))).clamp(-limit, limit)
             plain = run(base)
@@ -147,7 +147,19 @@ def find_owners(
             break
         step = torch.where(seen, loudness, torch.ones_like(loudness)).log2().round()
         base = (base - step).clamp(-limit, limit)
-    return Ownership(layouts, _unweighted(runs[0], layouts, base))
+    gradients = _unweighted(runs[0], layouts, base)
+    if base.any():
+        # Weights are exact only as long as nothing leaves the dtype's range; without them nothing is lost.
+        exact = run(torch.zeros_like(base))
+        gradients = [
+            [_where_finite(g, weighted) for g, weighted in zip(*outputs, strict=True)]
+            for outputs in zip(exact, gradients, strict=True)
+        ]
+    return Ownership(layouts, gradients)
+
+
+def _where_finite(exact: Tensor | None, weighted: Tensor | None) -> Tensor | None:
+    return weighted if exact is None or weighted is None else torch.where(exact.isfinite(), exact, weighted)
 
 
 def _resolution(dtype: torch.dtype) -> float:

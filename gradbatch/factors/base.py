@@ -66,6 +66,10 @@ class PerSampleGrad(ABC):
 
         Returns: ``[*shape]``, or ``[K, *shape]``.
         """
+        if not isinstance(weights, Tensor):
+            raise UsageError(
+                f"weights is a {type(weights).__name__}; expected a tensor [N], or [K, N] for K sums."
+            )
         if weights.dim() not in (1, 2) or weights.shape[-1] != self.num_samples:
             raise UsageError(
                 f"weights {list(weights.shape)}: expected [N] or [K, N] with N = {self.num_samples}."

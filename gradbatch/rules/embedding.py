@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from gradbatch.errors import UnsupportedLayer
 from gradbatch.factors import PerSampleGrad, RowScatter
 from gradbatch.rules.axes import by_position, full
 from gradbatch.rules.call import Call
@@ -63,6 +64,11 @@ def pad_bags(
     if input.dim() == 2:
         return input.long(), weights
     assert offsets is not None  # torch itself refuses one-dimensional ids without offsets
+    if len(offsets) > bags and int(offsets[-1]) != len(input):
+        raise UnsupportedLayer(
+            f"the last offset is {int(offsets[-1])}, but there are {len(input)} ids; with include_last_offset=True it "
+            "has to be their number (torch's kernels disagree about the ids behind it)"
+        )
     starts = offsets.long()[:bags]
     ends = offsets.long()[bags:] if len(offsets) > bags else starts.new_tensor([len(input)])
     lengths = torch.diff(starts, append=ends[:1])

@@ -105,3 +105,37 @@ def test_a_captured_gradient_that_is_also_an_inputs_grad_is_not_changed_unnotice
     x.grad.zero_()
     with pytest.raises(StaleCapture, match="0"):
         context.__exit__(None, None, None)
+
+
+def test_a_side_channel_to_the_loss_on_elements_that_the_outputs_do_not_depend_on_is_refused() -> None:
+    kept = {}
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        hidden = self.lin(x.transpose(0, 1))
+        kept["aux"] = hidden.square().sum((0, 2))
+        return torch.stack([hidden[i, i] for i in range(len(x))])
+
+    model, x = wired(forward, lin=nn.Linear(2, 3)), draw(4, 4, 2)
+    context = gradbatch.compute(model, BatchGrad(), loss_reduction="sum")
+    context.__enter__()
+    (sum_of_squares(model(x)) + kept["aux"]).sum().backward()
+    with pytest.raises(gradbatch.CoupledSamples, match="lin"):
+        context.__exit__(None, None, None)
+
+
+def test_a_quiet_layer_beside_a_loud_one_keeps_its_digits_in_half_precision() -> None:
+    model = gradbatch.extend(nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})).half()
+    x = draw(4, 3).half()
+    losses = (model["b"](x) * 30000 + model["a"](x) * 1e-5).sum(1)
+    found = gradbatch.per_sample_grads(model, losses)
+    for name, parameter in model.named_parameters():
+        for n in range(4):
+            right = torch.autograd.grad(losses[n], parameter, retain_graph=True)[0]
+            torch.testing.assert_close(found[name][n], right.float(), rtol=1e-2, atol=1e-6)
+
+
+def test_a_last_offset_that_leaves_ids_over_is_refused() -> None:
+    bag = gradbatch.extend(nn.EmbeddingBag(5, 3, mode="sum", include_last_offset=True).double())
+    losses = sum_of_squares(bag(torch.arange(10) % 5, torch.tensor([0, 3, 3, 7, 9])))
+    with pytest.raises(UnsupportedLayer, match="last offset is 9"):
+        gradbatch.per_sample_grads(bag, losses)

@@ -161,7 +161,7 @@ def test_functional_call_with_the_models_own_parameters_is_right_and_with_others
         gradbatch.per_sample_grads(model, call({name: 2 * value for name, value in own.items()}))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_torch_func_transforms_of_an_extended_model_are_what_they_were() -> None:
     model, x = perceptron(), draw(4, 3)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -176,7 +176,7 @@ def test_torch_func_transforms_of_an_extended_model_are_what_they_were() -> None
     assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("tool", ["fx", "jit", "export"])
 def test_tracers_see_an_extended_model_as_it_was(tool: str) -> None:
     class Scale(nn.Module):
