@@ -139,3 +139,29 @@ def test_a_last_offset_that_leaves_ids_over_is_refused() -> None:
     losses = sum_of_squares(bag(torch.arange(10) % 5, torch.tensor([0, 3, 3, 7, 9])))
     with pytest.raises(UnsupportedLayer, match="last offset is 9"):
         gradbatch.per_sample_grads(bag, losses)
+
+
+class Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input: Tensor) -> Tensor:
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad.clamp(-1, 1)
+
+
+def test_one_sample_behind_a_backward_that_clamps_is_right_however_loud_its_loss() -> None:
+    model, x = gradbatch.extend(nn.Linear(3, 2).double()), draw(1, 3)
+    losses = Clamped.apply(model(x)).sum(1) * 1e15
+    right = torch.autograd.grad(losses.sum(), model.weight, retain_graph=True)[0]
+    torch.testing.assert_close(gradbatch.per_sample_grads(model, losses)["weight"][0], right)
+
+
+def test_attached_results_are_cleared_even_if_the_next_context_fails() -> None:
+    model, x = gradbatch.extend(nn.Linear(3, 2).double()), draw(4, 3)
+    gradbatch.backward(model, model(x).sum(1), BatchGrad(), attach=True)
+    assert hasattr(model.weight, "grad_batch")
+    with pytest.raises(KeyError), gradbatch.compute(model, BatchGrad(), loss_reduction="sum"):
+        raise KeyError
+    assert not hasattr(model.weight, "grad_batch")
