@@ -97,7 +97,9 @@ def _run(info: ModuleInfo, entry: Any, training: bool, device: torch.device) -> 
     losses = _losses(output, _batch_axis(module))
     parameters = oracle.trainable(module)
     try:
-        found = gradbatch.per_sample_grads(model, losses)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", gradbatch.SlowPathWarning)
+            found = gradbatch.per_sample_grads(model, losses)
     except gradbatch.GradBatchError as error:
         return "refused", f"{type(error).__name__}: {error}"
     except Exception as error:

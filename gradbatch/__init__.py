@@ -11,6 +11,7 @@ from gradbatch.errors import (
     CoupledSamples as CoupledSamples,
     GradBatchError as GradBatchError,
     RuleError as RuleError,
+    SlowPathWarning as SlowPathWarning,
     StaleCapture as StaleCapture,
     UnsupportedLayer as UnsupportedLayer,
     UsageError as UsageError,

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from gradbatch.capture.direct import capture_losses
 from gradbatch.capture.evaluate import plain_arithmetic
-from gradbatch.capture.hooks import install, needs_recorder, recorder_of, remove
+from gradbatch.capture.hooks import ForwardRecorder, install, needs_recorder, recorder_of, remove
 from gradbatch.capture.live import LiveCapture
+from gradbatch.capture.memory import Memory, forget, memory_of
 from gradbatch.errors import UsageError
 from gradbatch.factors import PerSampleGrad
 from gradbatch.plans.contractions import Planner
@@ -30,7 +31,7 @@ _attached = weakref.WeakKeyDictionary()
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def extend(model: Model, batch_dim: int = 0) -> Model:
+def extend(model: Model, batch_dim: int = 0, remember: bool = True) -> Model:
     """Prepare a model, in place, for per-sample gradients.
 
     Puts a forward hook on every layer with parameters. Class, parameters, ``state_dict`` and numerics stay as they
@@ -40,6 +41,8 @@ def extend(model: Model, batch_dim: int = 0) -> Model:
         model: any module.
         batch_dim: axis of the model's inputs and outputs that runs over samples. Used by :func:`compute` alone;
             :func:`backward` finds the samples by the losses.
+        remember: rely on where the samples lay in earlier steps with the same operations on the same shapes, once two
+            steps agree, and measure again every 64 steps. ``False``: measure in every step.
 
     Returns:
         The same model.
@@ -64,7 +67,8 @@ def extend(model: Model, batch_dim: int = 0) -> Model:
         )
     for module in model.modules():
         if module is model or needs_recorder(module):
-            install(module, batch_dim)
+            install(module, batch_dim, remember)
+    forget(model)
     return model
 
 
@@ -79,6 +83,7 @@ def retract(model: Model) -> Model:
     """
     for module in model.modules():
         remove(module)
+    forget(model)
     _clear_attached(model)
     return model
 
@@ -132,7 +137,7 @@ def backward(
     _check_losses(losses)
     selection = select(model, parameters)
     _clear_attached(model)
-    grads = capture_losses(losses, selection.names, planner or Planner())
+    grads = capture_losses(losses, selection.names, planner or Planner(), _memory(model)).grads
     results = Results()
     results.fill(_reduce(grads, quantities, selection))
     del grads
@@ -227,9 +232,10 @@ def compute(
     live = LiveCapture(
         model,
         lambda: select(model, parameters).names,
-        _batch_dim(model),
+        _recorder(model).batch_dim,
         planner or Planner(),
         mean=loss_reduction == "mean",
+        memory=_memory(model),
     )
     results = Results()
     _watched.add(model)
@@ -295,8 +301,12 @@ def _reduce(
     return [QuantityResult(q, into, selection.aliases) for q, into in zip(quantities, tensors, strict=True)]
 
 
-def _batch_dim(model: nn.Module) -> int:
-    return next(recorder.batch_dim for recorder in map(recorder_of, model.modules()) if recorder is not None)
+def _recorder(model: nn.Module) -> ForwardRecorder:
+    return next(recorder for recorder in map(recorder_of, model.modules()) if recorder is not None)
+
+
+def _memory(model: nn.Module) -> Memory | None:
+    return memory_of(model) if _recorder(model).remember else None
 
 
 def _attach(model: nn.Module, results: Results, selection: Selection) -> None:

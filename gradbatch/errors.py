@@ -29,5 +29,9 @@ class RuleError(GradBatchError):
     """A layer rule returned something that cannot be its parameters' per-sample gradients."""
 
 
+class SlowPathWarning(UserWarning):
+    """An operation has no rule, and is evaluated once for each sample: right, but slow."""
+
+
 class VerificationError(GradBatchError):
     """Per-sample gradients differ from the reference; the message holds the block map of where."""

@@ -1,6 +1,7 @@
 """The command's exit code says how a check ended, and its output why."""
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,18 +37,35 @@ def group_forgotten(call):
 def wrong():
     return nn.Sequential(GroupForgotten(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(24, 2))
 
-class Unsupported(nn.Module):
+class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding, self.scale = nn.Embedding(50, 4), nn.Parameter(torch.ones(4))
     def forward(self, ids, weights):
         return self.embedding(ids) * self.scale * weights
 
+class Coupled(Scaled):
+    def forward(self, ids, weights):
+        scaled = self.scale * weights
+        return self.embedding(ids) * (scaled - scaled.mean(0))
+
+class Named(Scaled):
+    def forward(self, ids, weights):
+        return {"scaled": super().forward(ids, weights), "size": ids.shape}
+
+def zero():
+    model = wrong()
+    nn.init.zeros_(model[2].weight)
+    return model
+
 class Holder:
     inner = Right
 
 def norm():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+def flat():
+    return nn.Sequential(nn.Linear(3, 2), nn.Flatten(0))
 
 def failing():
     raise ValueError("no weights here")
@@ -91,11 +109,12 @@ def check(name: str, *arguments: str) -> tuple[int, str]:
         ("Holder.inner", ["--input", "3,4,6,6", "--dtype", "float32"]),
         ("instance", ["--input", "3,7,3", "--seed", "1", "--tolerance", "1e-9"]),
         ("norm", ["--input", "5,3", "--eval"]),
+        ("Scaled", ["--input", "5,7:50", "--input", "5,7,1"]),
         (
-            "Unsupported",
+            "Scaled",
             ["--input", "5,7:50", "--input", "5,7,1", "--parameters", "embed*", "--parameters", "*.weight"],
         ),
-        ("Unsupported", ["--int-input", "5,7:50", "--input", "5,7,1", "--parameters", "*.weight"]),
+        ("Scaled", ["--int-input", "5,7:50", "--input", "5,7,1", "--parameters", "*.weight"]),
     ],
 )
 def test_a_right_model_gives_zero(name: str, arguments: list[str]) -> None:
@@ -103,20 +122,41 @@ def test_a_right_model_gives_zero(name: str, arguments: list[str]) -> None:
     assert code == 0 and "agree" in output and "torch.func.vmap" in output, output
 
 
-def test_the_table_has_a_row_for_each_layer() -> None:
+def test_the_table_has_a_row_for_each_parameter() -> None:
     code, output = check("Right", "--input", "3,4,6,6")
-    assert code == 0 and "layer type rule norms gradients FLOP memory error" in output
-    assert "0 Conv2d convolution" in output and "3 Linear linear" in output
-    assert "Right, 3 samples, float64 on cpu: 2 layers agree" in output
+    assert code == 0 and "parameter shape reader rule samples gradient norms FLOP memory error" in output
+    assert "0.weight 6x2x3x3 module convolution axis 0 OuterProduct" in output
+    assert "3.bias 5 module linear axis 0 Dense – 30 120 B" in output
+    assert "Right, 3 samples, float64 on cpu: 4 parameters agree" in output
+
+
+def test_inputs_may_be_passed_by_name_and_outputs_be_a_dictionary() -> None:
+    for inputs in (
+        ["ids=5,7:50", "weights=5,7,1"],
+        ["5,7:50", "weights=5,7,1"],
+        ["weights=5,7,1", "ids=5,7:50"],
+    ):
+        code, output = check("Named", *(word for spec in inputs for word in ("--input", spec)))
+        assert (
+            code == 0
+            and "Named, 5 samples, float64 on cpu: 2 parameters agree with torch.func.vmap" in output
+        )
+
+
+def test_parameters_that_are_zero_are_perturbed_on_demand() -> None:
+    # Behind the zeros the gradient of the first layer is zero, whatever its rule does.
+    assert check("zero", "--input", "3,4,4,4")[0] == 0
+    code, output = check("zero", "--input", "3,4,4,4", "--perturb")
+    assert code == 1 and "2 of 4 parameters differ" in output
 
 
 def test_a_wrong_rule_gives_one_and_the_block_map() -> None:
     code, output = check("wrong", "--input", "3,4,4,4")
     assert code == 1
-    assert "0 GroupForgotten group_forgotten" in output and "0.weight" in output
+    assert "0.weight 6x2x3x3 module group_forgotten" in output
     assert "in 3 of 3 samples and 1 of 2 groups" in output
     assert "samples x groups" in output and "kernel [3, 3]" in output
-    assert "1 of 2 layers differs from torch.func.vmap by more than 1e-10" in output
+    assert "2 of 4 parameters differ from torch.func.vmap by more than 1e-10" in output
 
 
 def test_the_block_map_keeps_its_columns_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,16 +167,35 @@ def test_the_block_map_keeps_its_columns_in_a_narrow_terminal(monkeypatch: pytes
     assert "elements differ by more than 1e-10, in 3 of 3 samples and 1 of 2 groups." in result.output
 
 
-def test_a_refused_layer_gives_two_and_is_named() -> None:
-    code, output = check("Unsupported", "--input", "5,7:50", "--input", "5,7,1")
+@pytest.mark.parametrize(("columns", "shown"), [(200, 10), (80, 8), (40, 4)])
+def test_a_narrow_terminal_does_without_the_least_important_columns(
+    columns: int, shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    result = CliRunner().invoke(app, ["check", "their_package.models:Right", "--input", "3,4,6,6"])
+    first, *others = re.sub(r"\x1b\[[\d;]*m", "", result.output).splitlines()
+    assert len(first.split()) == shown and first.split()[0] == "parameter" and first.split()[-1] == "error"
+    assert any("A wider terminal also shows:" in line for line in others) == (shown < 10)
+    assert max(map(len, (first, *others))) <= columns
+
+
+def test_a_refused_parameter_gives_two_and_is_named() -> None:
+    code, output = check("Coupled", "--input", "5,7:50", "--input", "5,7,1")
     assert code == 2
-    assert "(model) Unsupported refused (1)" in output and "embedding Embedding embedding" in output
-    assert "scale of shape (4,) is used by MulBackward" in output and "1 refused" in output
+    assert "scale 4 – refused (1)" in output and "embedding.weight 50x4 module embedding" in output
+    assert "(Coupled): the gradient of what MulBackward computes" in output and "1 refused" in output
 
 
 def test_coupled_samples_give_two_and_name_the_layer() -> None:
     code, output = check("norm", "--input", "5,3")
     assert code == 2 and "1 (BatchNorm1d) normalises over the batch" in output
+    assert "eval mode with running statistics (--eval)" in output and "layer.eval()" not in output
+
+
+def test_a_function_that_mixes_the_samples_is_asked_for_another_target() -> None:
+    code, output = check("flat", "--input", "5,3")
+    assert code == 2 and "what is a sample? Name a function that makes a model whose output" in output
 
 
 @pytest.mark.parametrize(
@@ -144,8 +203,14 @@ def test_coupled_samples_give_two_and_name_the_layer() -> None:
     [
         ("their_package.models", ["--input", "2,3"], "is no package.module:factory"),
         (":Right", ["--input", "2,3"], "is no package.module:factory"),
+        ("their_package/models.py:Right", ["--input", "2,3"], "would: their_package.models:Right"),
+        ("./models.py:Right", ["--input", "2,3"], "would: models:Right"),
         ("their_package.other:Right", ["--input", "2,3"], "cannot import their_package.other"),
-        ("their_package.models:Rihgt", ["--input", "2,3"], "has no 'Rihgt'; there is Right, GroupForgotten"),
+        (
+            "their_package.models:Rihgt",
+            ["--input", "2,3"],
+            "there is Right, GroupForgotten, group_forgotten, wrong, Scaled",
+        ),
         ("their_package.models:number", ["--input", "2,3"], "is of type int"),
         ("their_package.models:failing", ["--input", "2,3"], "failing() failed: ValueError: no weights here"),
         ("builtins:dict", ["--input", "2,3"], "dict() returned something of type dict"),
@@ -154,6 +219,9 @@ def test_coupled_samples_give_two_and_name_the_layer() -> None:
         ("their_package.models:instance", ["--input", "2,-3"], "'2,-3' is no input"),
         ("their_package.models:instance", ["--input", "2,3:0"], "'2,3:0' is no input"),
         ("their_package.models:instance", ["--input", ""], "'' is no input"),
+        ("their_package.models:instance", ["--input", "3=2,3"], "'3=2,3' is no input"),
+        ("their_package.models:instance", ["--input", "inputs=2,3"], "unexpected keyword argument 'inputs'"),
+        ("their_package.models:instance", ["--input", "2,3", "--input", "input=2,3"], "multiple values"),
         ("their_package.models:instance", ["--input", "2,3", "--device", "abacus"], "--device abacus"),
         ("their_package.models:instance", ["--input", "2,3", "--parameters", "w"], "named like ['w']"),
     ],
@@ -169,10 +237,30 @@ def test_the_version_is_the_package_s() -> None:
     assert code == 0 and output.startswith(f"gradbatch {gradbatch.__version__} ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["check"], ["check", "their_package.models:Right"]])
-def test_too_few_words_are_answered_with_help(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Commands"),
+        (["check"], "Arguments"),
+        (["check", "their_package.models:Right"], "Invalid value for --input"),
+        (["check", "--input", "2,3"], "name one model"),
+        (["check", "their_package.models:Right", "--hf", "BertConfig"], "name one model"),
+        (["check", "--timm", "resnet18", "--torchvision", "resnet18"], "name one model"),
+        (
+            ["check", "their_package.models:Right", "--input", "2,3", "--config", "a=1"],
+            "goes with one of --hf",
+        ),
+    ],
+)
+def test_too_few_words_and_too_many_are_answered_with_the_usage(arguments: list[str], message: str) -> None:
     code, output = run(*arguments)
-    assert code == 2 and "Usage:" in output
+    assert code == 2 and "Usage:" in output and message in output
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"]])
+def test_help_names_no_value_for_flags(arguments: list[str]) -> None:
+    code, output = run(*arguments)
+    assert code == 0 and "--help" in output and "bool" not in output
 
 
 @pytest.mark.parametrize(("there", "needs"), [([], "typer and rich"), (["typer"], "rich")])

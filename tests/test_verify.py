@@ -1,19 +1,19 @@
 """Verify finds what is wrong, says what is refused, and leaves the model as it was."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import gradbatch
 from gradbatch import UsageError, VerificationError
 from gradbatch.capture.hooks import recorder_of
 from gradbatch.rules.convolution import convolution
-from gradbatch.verify import LayerReport, Report, verify
+from gradbatch.verify import ParameterReport, Report, verify
 
 
 def doubles(*shape: int, device: torch.device | str = "cpu") -> Tensor:
@@ -44,55 +44,44 @@ def group_forgotten(call: gradbatch.Call) -> Iterator[tuple[str, gradbatch.PerSa
         yield name, gradbatch.Dense(wrong)
 
 
-class Attention(nn.Module):
-    """What has a rule, what has none, and what is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, 4)
-        self.scale = nn.Parameter(torch.ones(4))
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.unused = nn.Linear(3, 3)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.embedding(ids) * self.scale
-        logits: Tensor = self.head(self.attention(h, h, h)[0])
-        return logits
+def by_name(report: Report) -> dict[str, ParameterReport]:
+    return {parameter.name: parameter for parameter in report.parameters}
 
 
-class Checkpointed(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = checkpoint(super().forward, input.requires_grad_(), use_reentrant=True)
-        return output
-
-
-def by_name(report: Report) -> dict[str, LayerReport]:
-    return {layer.name: layer for layer in report.layers}
-
-
-def test_a_right_model_agrees_and_the_report_says_how_each_layer_is_evaluated(device: torch.device) -> None:
+def test_a_right_model_agrees_and_the_report_says_how_each_parameter_is_evaluated(
+    device: torch.device,
+) -> None:
     report = verify(network().to(device), doubles(3, 4, 8, 8, device=device))
     report.raise_for_mismatch()
     assert report.ok and not report.refusals and not report.mismatches
     assert (report.reference, report.fallback, report.samples) == ("torch.func.vmap", "", 3)
     assert (report.dtype, report.device.type, report.tolerance) == (torch.double, device.type, 1e-10)
     rows = by_name(report)
-    assert {name: (row.type, row.rule) for name, row in rows.items()} == {
-        "0": ("Conv2d", "convolution"),
-        "1": ("GroupNorm", "group_norm"),
-        "3": ("Conv2d", "convolution"),
-        "5": ("Linear", "linear"),
+    assert {name: (row.rule, row.structure) for name, row in rows.items()} == {
+        "0.weight": ("convolution", "OuterProduct"),
+        "0.bias": ("convolution", "Dense"),
+        "1.weight": ("group_norm", "Dense"),
+        "1.bias": ("group_norm", "Dense"),
+        "3.weight": ("convolution", "OuterProduct"),
+        "3.bias": ("convolution", "Dense"),
+        "5.weight": ("linear", "OuterProduct"),
+        "5.bias": ("linear", "Dense"),
     }
     for row in rows.values():
         assert row.error is not None and row.error < 1e-12 and row.refusal is None
-    convolved = rows["3"]
+        assert (row.reader, row.layout) == ("module", "axis 0")
+    convolved, affine = rows["3.weight"], rows["1.weight"]
     assert convolved.norms is not None and convolved.norms.operation == "squared_norm"
     assert convolved.gradients is not None and convolved.gradients.operation == "dense"
-    assert convolved.norms.flops > 0 and (rows["1"].norms, rows["1"].structure) == (None, "Dense")
-    text = str(report)
-    assert "4 layers agree with torch.func.vmap within 1e-10" in text
-    assert all(f"{name} " in text and row.rule in text for name, row in rows.items())
+    assert (convolved.flops, convolved.bytes) == (convolved.norms.flops, convolved.norms.bytes)
+    # Six numbers of eight bytes for each of three samples, squared and added up.
+    assert (affine.norms, affine.flops, affine.bytes) == (None, 2 * 18, 8 * 18)
+    lines = str(report).splitlines()
+    assert "8 parameters agree with torch.func.vmap within 1e-10" in lines[0]
+    assert (
+        " ".join(lines[2].split()) == "parameter shape reader rule samples gradient norms FLOP memory error"
+    )
+    assert lines[7].split()[:4] == ["3.weight", "6x1x3x3", "module", "convolution"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,40 +94,15 @@ def test_a_wrong_rule_is_found_and_drawn() -> None:
     model = nn.Sequential(GroupForgotten(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(24, 2)).double()
     report = verify(model, doubles(3, 4, 4, 4))
     assert not report.ok and not report.refusals and list(report.mismatches) == ["0.weight"]
-    wrong, right = report.layers
-    assert (wrong.error or 0) > 0.1 and (right.error or 0) < 1e-12 and not right.maps
-    assert "1 of 2 layers differs from torch.func.vmap by more than 1e-10" in report.headline()
+    wrong, *right = report.parameters
+    assert (wrong.error or 0) > 0.1 and all((r.error or 0) < 1e-12 and not r.map for r in right)
+    assert "1 of 4 parameters differs from torch.func.vmap by more than 1e-10" in report.headline()
     with pytest.raises(
         VerificationError, match=r"0\.weight\n.* in 3 of 3 samples and 1 of 2 groups"
     ) as raised:
         report.raise_for_mismatch()
     assert "samples x groups" in str(raised.value) and "kernel [3, 3]" in str(raised.value)
     assert str(raised.value).partition("\n\n")[2] in str(report)
-
-
-def test_layers_that_are_refused_are_named_and_the_others_are_checked_all_the_same() -> None:
-    report = verify(Attention().double(), torch.randint(20, (3, 5)))
-    report.raise_for_mismatch()
-    rows = by_name(report)
-    refused = {name for name, row in rows.items() if row.refusal is not None}
-    assert refused == {"(model)", "attention", "attention.out_proj"} and not report.ok
-    assert {name for names in report.refusals.values() for name in names} == refused
-    assert "attention (MultiheadAttention): MultiheadAttention has no layer rule" in str(report)
-    assert "3 refused" in report.headline() and rows["embedding"].error == pytest.approx(0, abs=1e-12)
-    assert (rows["unused"].structure, rows["unused"].error) == ("unused", 0)
-
-
-def test_one_reason_for_all_layers_is_told_once() -> None:
-    report = verify(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), doubles(4, 3))
-    assert not report.ok and not report.mismatches
-    ((reason, layers),) = report.refusals.items()
-    assert layers == ["0", "1"] and "1 (BatchNorm1d) normalises over the batch" in reason
-    assert str(report).count(reason) == 1 and "nothing could be compared; 2 refused" in str(report)
-
-
-def test_what_hides_from_the_graph_is_refused_and_not_taken_for_unused() -> None:
-    report = verify(nn.Sequential(nn.Tanh(), Checkpointed(3, 2)).double(), doubles(4, 3))
-    assert not report.ok and "use_reentrant=False" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +148,42 @@ def test_outputs_may_be_nested_and_none_is_left_out(order: tuple[int, int]) -> N
             return {"steps": 3, "parts": [parts[i] for i in order]}
 
     report = verify(Nested().double(), doubles(4, 3))
-    assert list(report.mismatches) == ["b.weight"] and by_name(report)["a"].error is not None
+    assert list(report.mismatches) == ["b.weight"] and by_name(report)["a.weight"].error is not None
+
+
+@dataclass
+class Answer:
+    hidden: Tensor
+    rows: int
+    pooled: Tensor
+
+
+@pytest.mark.parametrize("kind", [dict, Answer])
+def test_outputs_may_be_computed_from_each_other(kind: Any) -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.pooler = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, *, values: Tensor, mask: Tensor) -> Any:
+            hidden = self.encoder(values) * mask
+            return kind(hidden=hidden, rows=len(hidden), pooled=self.pooler(hidden.tanh()))
+
+    inputs = {"values": doubles(4, 3), "mask": torch.randint(2, (4, 1))}
+    report = verify(Pooled().double(), inputs)
+    assert report.ok and report.reference == "torch.func.vmap" and len(report.parameters) == 4
+
+
+def test_where_the_model_computes_in_less_than_its_parameters_no_more_is_asked_for() -> None:
+    class Half(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            return input.float().exp().double()
+
+    report = verify(nn.Sequential(nn.Linear(3, 4), Half(), nn.Linear(4, 2)).double(), doubles(4, 3))
+    assert report.ok and (report.dtype, report.coarsest) == (torch.double, torch.float32)
+    assert report.tolerance == 1e-4 and "computes in float32 between its float64 parameters" in str(report)
+    inner = verify(nn.Sequential(nn.Linear(3, 4), Half()).double(), doubles(4, 3), tolerance=1e-7)
+    assert inner.tolerance == 1e-7
 
 
 def test_inputs_are_positional_or_by_name_and_may_lack_a_batch_axis() -> None:
@@ -243,16 +242,17 @@ def test_only_wanted_and_trainable_parameters_are_checked() -> None:
     model = network()
     model[5].bias.requires_grad_(False)
     report = verify(model, doubles(2, 4, 8, 8), parameters=["3.*", "5.weight"])
-    assert report.ok and list(by_name(report)) == ["3", "5"]
+    assert report.ok and list(by_name(report)) == ["3.weight", "3.bias", "5.weight"]
 
 
-def test_tied_layers_are_one_parameter_under_the_first_name_and_found_by_every_name() -> None:
+def test_tied_layers_are_one_parameter_with_two_uses_under_the_first_name_and_found_by_every_name() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
     model = nn.Sequential(first, nn.Tanh(), second).double()
     for patterns in (None, "0.weight", "2.weight"):
         report = verify(model, doubles(3, 4), parameters=patterns)
-        assert report.ok and "0" in by_name(report)
+        row = by_name(report)["0.weight"]
+        assert report.ok and (row.rule, len(row.uses)) == ("linear x2", 2)
 
 
 class Restless(nn.Module):

@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
-from gradbatch.capture.evaluate import evaluate, zeros
-from gradbatch.capture.probe import owned_gradients
-from gradbatch.capture.uses import Names, find_uses
+from gradbatch.capture.evaluate import Evaluation, Totals, zeros
+from gradbatch.capture.memory import Memory
+from gradbatch.capture.search import explain
+from gradbatch.capture.uses import Names
 from gradbatch.errors import UsageError
 from gradbatch.factors import PerSampleGrad
 from gradbatch.plans.contractions import Planner
 
 
-def capture_losses(losses: Tensor, names: Names, planner: Planner) -> dict[nn.Parameter, PerSampleGrad]:
+@dataclass
+class Captured:
+    """Per-sample gradients of the wanted parameters, and how they came about."""
+
+    grads: dict[nn.Parameter, PerSampleGrad]
+    evaluations: list[Evaluation]
+
+
+def capture_losses(losses: Tensor, names: Names, planner: Planner, memory: Memory | None = None) -> Captured:
     """Per-sample gradients of every wanted parameter, ``N = len(losses)``.
 
     Args:
         losses: ``[N]``, with a graph.
         names: the wanted parameters.
         planner: decides how the results will be evaluated.
+        memory: where the samples lay in earlier steps.
 
     Raises:
-        GradBatchError: see :mod:`gradbatch.capture.uses` and :mod:`gradbatch.capture.owners`.
+        GradBatchError: see :mod:`gradbatch.capture.search`.
 
     Edge cases: a parameter that no loss depends on has zero gradients; the graph is kept.
     """
-    assert losses.grad_fn is not None
-    uses, walk = find_uses([losses.grad_fn], names)
-    if not walk.accumulators:
+    samples = len(losses)
+    found = explain([losses], lambda weights: [weights], samples, names, memory=memory)
+    if not found.walk.accumulators:
         raise UsageError(
             "no loss depends on any of the model's trainable parameters; compute them from the model"
         )
-    samples = len(losses)
-    result: dict[nn.Parameter, PerSampleGrad] = {}
-    if samples:
-        found = owned_gradients(uses, [losses], lambda weights: [weights], samples, names)
-        result = evaluate(uses, *found, samples, planner)
-    return {
-        p: result[p] if p in result else zeros(p, samples).with_planner(planner) for p in names.parameters
+    totals = Totals(found, samples, planner)
+    for use, gradients, layout in zip(found.uses, found.use_gradients, found.layouts, strict=True):
+        totals.add_call(use, gradients or [], layout)
+    for cut, arrived in zip(found.cuts, found.cut_gradients, strict=True):
+        totals.add_node(cut, arrived or {})
+    for node in found.region:
+        totals.pull_back(node)
+    grads = {
+        p: totals.grads[p] if p in totals.grads else zeros(p, samples).with_planner(planner)
+        for p in names.parameters
     }
+    return Captured(grads, totals.evaluations)

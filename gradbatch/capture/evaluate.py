@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from gradbatch.capture.probe import feature_axes
+from gradbatch.capture import graph, shared
+from gradbatch.capture.explanation import Explanation
+from gradbatch.capture.layouts import words
+from gradbatch.capture.nodes import Cut, contributions
 from gradbatch.capture.records import tensors_in
+from gradbatch.capture.undisturbed import readable
 from gradbatch.capture.uses import Use
-from gradbatch.errors import GradBatchError, RuleError
+from gradbatch.errors import GradBatchError, RuleError, SlowPathWarning
 from gradbatch.factors import Dense, PerSampleGrad
 from gradbatch.plans.contractions import Planner
-from gradbatch.rules import Call, RuleFunction, SampleLayout
+from gradbatch.rules import Call, Layout, RuleFunction
 
 
 @contextmanager
@@ -26,34 +34,131 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
         yield
 
 
-def evaluate(
-    uses: Sequence[Use],
-    gradients: Sequence[Sequence[Tensor | None]],
-    layouts: Sequence[SampleLayout],
-    samples: int,
-    planner: Planner,
-) -> dict[nn.Parameter, PerSampleGrad]:
-    """Per-sample gradients of every parameter that a call contributes to.
+@dataclass(frozen=True)
+class Evaluation:
+    """How one use of one or several parameters was evaluated.
 
     Args:
-        uses: the calls.
-        gradients: of each call's anchored outputs; ``None`` where none arrived.
-        layouts: where the samples lie in them.
+        parameters: the parameters; several where they go through the shared region.
+        layer: the layer that the use lies in.
+        operation: class of the layer where its record was read, or type of the node.
+        reader: ``"module"``, ``"node"``, or ``"node call"`` where the node was called once for each sample.
+        rule: name of the rule; empty for a node call.
+        layout: where the samples lay in the output, in words.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    layer: str
+    operation: str
+    reader: str
+    rule: str
+    layout: str
+
+
+class Totals:
+    """Adds up what calls, nodes and the shared region contribute to the parameters' per-sample gradients.
+
+    Args:
+        found: explains the graph.
         samples: ``N``.
         planner: decides how the results will be evaluated.
 
-    Raises:
-        RuleError: a rule yields something that cannot be a per-sample gradient of its parameters.
+    Attributes:
+        grads: by parameter, so far.
+        evaluations: how they came about.
     """
-    result: dict[nn.Parameter, PerSampleGrad] = {}
-    for use, arrived, layout in zip(uses, gradients, layouts, strict=True):
-        if all(gradient is None for gradient in arrived):
-            continue
-        with plain_arithmetic(next(g for g in arrived if g is not None).device):
-            for parameter, grad in _apply_rule(use, arrived, layout, samples):
-                grad = grad.with_planner(planner)
-                result[parameter] = result[parameter] + grad if parameter in result else grad
-    return result
+
+    def __init__(self, found: Explanation, samples: int, planner: Planner) -> None:
+        self.grads: dict[nn.Parameter, PerSampleGrad] = {}
+        self.evaluations: list[Evaluation] = []
+        self._found, self._samples, self._planner = found, samples, planner
+        self._accumulators = found.walk.accumulators
+        self._waiting: dict[Node, shared.Received] = {}
+
+    def add_call(self, use: Use, gradients: Sequence[Tensor | None], layout: Layout) -> None:
+        """Hand a recorded call to its rule.
+
+        Args:
+            use: the call.
+            gradients: of its anchored outputs; ``None`` where none arrived.
+            layout: where the samples lie in them.
+
+        Raises:
+            RuleError: the rule yields something that cannot be a per-sample gradient of its parameters.
+        """
+        first = next((gradient for gradient in gradients if gradient is not None), None)
+        if first is None:
+            return
+        with plain_arithmetic(first.device):
+            for parameter, grad in _apply_rule(use, gradients, layout, self._samples):
+                self._add(parameter, grad)
+                rule = use.rule.function.__name__
+                where = words(layout)
+                self.evaluations.append(
+                    Evaluation((parameter,), use.name, use.record.module_type.__name__, "module", rule, where)
+                )
+
+    def add_node(self, cut: Cut, gradients: Mapping[int, Tensor | None]) -> None:
+        """Evaluate a node at the border of the shared region.
+
+        Args:
+            cut: the node.
+            gradients: of its outputs; ``None`` where none arrived.
+
+        Raises:
+            CoupledSamples: a normalisation over the batch.
+            StaleCapture: what it saved was freed, or changed in place.
+        """
+        first = next((gradient for gradient in gradients.values() if gradient is not None), None)
+        if first is None:
+            return
+        borrowed = {g.untyped_storage().data_ptr() for g in gradients.values() if g is not None}
+        with plain_arithmetic(first.device), readable(cut.name):
+            for slot, grad, rule in contributions(cut, gradients, self._samples):
+                if isinstance(grad, Dense) and grad.values.untyped_storage().data_ptr() in borrowed:
+                    grad = Dense(grad.values.clone())
+                self._deliver(cut.node, slot, grad)
+                self._note(cut, slot, rule)
+
+    def pull_back(self, node: Node) -> None:
+        """Send on what a node of the shared region has received; all above it must have been through."""
+        received = self._waiting.pop(node, None)
+        if received is None:
+            return
+        device = next(iter(received.values())).device
+
+        def wanted(below: Node) -> bool:
+            return below in self._accumulators or graph.accumulated_variable(below) is None
+
+        with plain_arithmetic(device), readable(graph.kind(node)):
+            for slot, grad in shared.pull_back(node, received, wanted):
+                self._deliver(node, slot, grad)
+
+    def _note(self, cut: Cut, slot: int, rule: str) -> None:
+        operation, reader = graph.kind(cut.node), "node" if rule else "node call"
+        if not rule and self._samples > 1 and all(e.reader != reader for e in self.evaluations):
+            warnings.warn(
+                f"{cut.name}: {operation} has no rule and is called once for each sample, which is slow; `gradbatch "
+                "check` lists all such operations. Teach the layer with @gradbatch.layer_rule to make it fast",
+                SlowPathWarning,
+                stacklevel=2,
+            )
+        parameters = tuple(self._found.parameters_of(replace(cut, slots=(slot,))))
+        where = ", ".join(dict.fromkeys(map(words, cut.owners.values())))
+        self.evaluations.append(Evaluation(parameters, cut.name, operation, reader, rule, where))
+
+    def _deliver(self, node: Node, slot: int, grad: PerSampleGrad | Tensor) -> None:
+        below, number = node.next_functions[slot]
+        assert below is not None
+        if below in self._accumulators and isinstance(grad, PerSampleGrad):
+            self._add(self._accumulators[below], grad)
+            return
+        waiting: dict[int, Any] = self._waiting.setdefault(below, {})
+        waiting[number] = waiting[number] + grad if number in waiting else grad
+
+    def _add(self, parameter: nn.Parameter, grad: PerSampleGrad) -> None:
+        grad = grad.with_planner(self._planner)
+        self.grads[parameter] = self.grads[parameter] + grad if parameter in self.grads else grad
 
 
 def zeros(parameter: nn.Parameter, samples: int) -> Dense:
@@ -63,7 +168,7 @@ def zeros(parameter: nn.Parameter, samples: int) -> Dense:
 
 
 def _apply_rule(
-    use: Use, gradients: Sequence[Tensor | None], layout: SampleLayout, samples: int
+    use: Use, gradients: Sequence[Tensor | None], layout: Layout, samples: int
 ) -> Iterator[tuple[nn.Parameter, PerSampleGrad]]:
     call = _call(use, gradients, layout)
     rule = use.record.rule
@@ -115,13 +220,13 @@ def _yielded(function: RuleFunction, call: Call, layer: str) -> Iterator[tuple[s
         raise RuleError(f"{layer} failed on an output gradient of shape {shape}: {error}") from error
 
 
-def _call(use: Use, gradients: Sequence[Tensor | None], layout: SampleLayout) -> Call:
+def _call(use: Use, gradients: Sequence[Tensor | None], layout: Layout) -> Call:
     record = use.record
     arrived = {
         anchor.index: g for (_, anchor), g in zip(use.anchors, gradients, strict=True) if g is not None
     }
     outputs = tuple(
-        arrived[i] if i in arrived else torch.zeros(shape, dtype=dtype, device=device)
+        arrived[i] if i in arrived else use.arranged(i, torch.zeros(shape, dtype=dtype, device=device))
         for i, (shape, dtype, device) in enumerate(record.outputs)
     )
     return Call(
@@ -132,7 +237,7 @@ def _call(use: Use, gradients: Sequence[Tensor | None], layout: SampleLayout) ->
         arguments=record.arguments(),
         raw_grad_output=outputs if record.returns_several else outputs[0],
         layout=layout,
-        feature_axes=feature_axes(use, outputs[0].shape),
+        feature_axes=use.feature_axes(outputs[0].dim()),
         training=record.training,
         needs=frozenset(use.claimed),
     )

@@ -6,15 +6,16 @@ This is the only file of the package that touches what torch does not document (
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 METADATA_KEY = "gradbatch"
+Result = TypeVar("Result")
 
 Edge = tuple[Node, int]
 """A consumer and the index among its ``next_functions``: the way a gradient takes down the graph."""
@@ -70,6 +71,88 @@ def accumulated_variable(node: Node) -> Tensor | None:
     return variable
 
 
+def kind(node: Node) -> str:
+    """What a node computes the gradient of, without the number that torch appends: ``MmBackward``."""
+    return type(node).__name__.rstrip("0123456789")
+
+
+def saved(node: Node, name: str) -> Any:
+    """What a node of C++ saved in the forward under a name; a checkpointed region is run again to get it.
+
+    Raises:
+        AttributeError: this version of torch keeps nothing under that name.
+        RuntimeError: it was freed, or modified in place.
+    """
+    return getattr(node, f"_saved_{name}")
+
+
+def saved_names(node: Node) -> list[str]:
+    """Names under which a node of C++ keeps something; empty for a Python ``Function``."""
+    return [name.removeprefix("_saved_") for name in dir(node) if name.startswith("_saved_")]
+
+
+def saved_by_function(node: Node) -> list[Tensor]:
+    """What a Python ``Function`` saved in its forward; empty for a node of C++."""
+    return [tensor for tensor in getattr(node, "saved_tensors", ()) if isinstance(tensor, Tensor)]
+
+
+def outputs(node: Node) -> list[tuple[torch.Size, torch.dtype]]:
+    """Shapes and dtypes of what a node computes, and so of the gradients that it takes."""
+    entries: Any = node._input_metadata
+    return [(torch.Size(entry.shape), entry.dtype) for entry in entries]
+
+
+def input_shape(node: Node, slot: int) -> torch.Size:
+    """Shape of an input of a node."""
+    below, number = node.next_functions[slot]
+    assert below is not None
+    return outputs(below)[number][0]
+
+
+def is_complex(node: Node, slot: int) -> bool:
+    """Whether an input of a node is complex."""
+    below, number = node.next_functions[slot]
+    assert below is not None
+    return outputs(below)[number][1].is_complex
+
+
+def in_a_pass_of_its_own(function: Callable[[], Result]) -> Result:
+    """Run something that reads saved tensors, during somebody else's backward pass.
+
+    A region under activation checkpointing is run again once a pass, and gives out each tensor once. And a node that is
+    called within a pass computes only what that pass needs; this one needs everything.
+    """
+    results: list[Result] = []
+    with torch.enable_grad():
+        start = torch.zeros((), requires_grad=True, device="cpu")
+        end = start * 1
+    end.register_hook(lambda _: results.append(function()))
+    torch.autograd.backward(end)
+    return results[0]
+
+
+def is_function(node: Node) -> bool:
+    """Whether the node is the backward of a ``torch.autograd.Function`` written in Python."""
+    return hasattr(node, "apply")
+
+
+def apply(node: Node, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Call a node by itself, without hooks: from gradients of its outputs to gradients of its inputs.
+
+    What the engine does behind a node is left out: the results may still have to be summed to their inputs' shapes.
+    """
+    call: Any = node
+    if is_function(node):  # it takes no None
+        like = next(g for g in gradients if g is not None)
+        gradients = [
+            torch.zeros(shape, dtype=dtype, device=like.device) if g is None else g
+            for g, (shape, dtype) in zip(gradients, outputs(node), strict=True)
+        ]
+        call = call.apply
+    result = call(*gradients)
+    return result if isinstance(result, tuple) else (result,)
+
+
 def runs_its_own_backward(node: Node) -> bool:
     """Whether the node reaches parameters behind the graph's back, as reentrant activation checkpointing does."""
     return type(node).__name__ == "CheckpointFunctionBackward"
@@ -114,11 +197,14 @@ class Walk:
         consumers: for each node, the edges that lead into it.
         accumulators: the nodes that accumulate into a wanted parameter, with the parameter.
         notes: what forward hooks left on the nodes, per node that has something.
+        structure: types of the nodes and which of them their edges lead to, by their place in :meth:`order`: equal for
+            two graphs that the same operations made.
     """
 
     consumers: dict[Node, list[Edge]] = field(default_factory=dict)
     accumulators: dict[Node, nn.Parameter] = field(default_factory=dict)
     notes: dict[Node, list[Any]] = field(default_factory=dict)
+    structure: list[Any] = field(default_factory=list)
 
     def order(self) -> Iterable[Node]:
         """The nodes in the order in which the walk met them."""
@@ -138,6 +224,8 @@ def walk(roots: Iterable[Node], parameters: Collection[nn.Parameter]) -> Walk:
     for root in pending:
         result.consumers.setdefault(root, [])
     visited: set[Node] = set()
+    places = {node: place for place, node in enumerate(result.consumers)}
+    structure = result.structure
     # Marked when taken from the stack, not when put on it: each node's edges must be recorded exactly once.
     while pending:
         node = pending.pop()
@@ -146,16 +234,20 @@ def walk(roots: Iterable[Node], parameters: Collection[nn.Parameter]) -> Walk:
         visited.add(node)
         variable = accumulated_variable(node)
         if variable is not None:
+            structure.append((places[node], id(variable) in wanted))
             if id(variable) in wanted:
                 result.accumulators[node] = wanted[id(variable)]
             continue
         kept = cast("dict[str, list[Any]]", node.metadata).get(METADATA_KEY)
         if kept:
             result.notes[node] = kept
-        for slot, (below, _) in enumerate(node.next_functions):
+        edges: list[Any] = [places[node], type(node)]
+        for slot, (below, number) in enumerate(node.next_functions):
             if below is not None:
                 result.consumers.setdefault(below, []).append((node, slot))
                 pending.append(below)
+                edges += (slot, places.setdefault(below, len(places)), number)
+        structure.append(tuple(edges))
     return result
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -23,10 +23,11 @@ class ForwardRecorder:
 
     Args:
         batch_dim: the axis of the model's inputs and outputs that runs over samples.
+        remember: whether steps may rely on what earlier ones measured.
     """
 
-    def __init__(self, batch_dim: int) -> None:
-        self.batch_dim = batch_dim
+    def __init__(self, batch_dim: int, remember: bool) -> None:
+        self.batch_dim, self.remember = batch_dim, remember
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Leave a record on the graph of ``output``; does nothing where no gradient is wanted."""
@@ -37,9 +38,7 @@ class ForwardRecorder:
         if not outputs or any(graph.is_transformed(item) for item in outputs):
             return
         record = Record(module, args, kwargs, output, self._foreign_hooks(module))
-        anchored = [
-            anchor(index, item) for index, item in enumerate(outputs_of(output)) if isinstance(item, Tensor)
-        ]
+        anchored = [anchor(index, item) for index, item in enumerate(outputs_of(output))]
         places = [place for place in anchored if place is not None]
         if record.rule is None or not places:
             # Nobody will evaluate it; it says which layers the graph holds, and with which parameters.
@@ -73,10 +72,10 @@ class _Release:
             self._record.release()
 
 
-def install(module: nn.Module, batch_dim: int) -> None:
+def install(module: nn.Module, batch_dim: int, remember: bool) -> None:
     """Put the recorder on one module, first of its forward hooks; once, however often it is called."""
     remove(module)
-    module.register_forward_hook(ForwardRecorder(batch_dim), prepend=True, with_kwargs=True)
+    module.register_forward_hook(ForwardRecorder(batch_dim, remember), prepend=True, with_kwargs=True)
 
 
 def remove(module: nn.Module) -> None:

@@ -7,9 +7,7 @@ at the calls' outputs wait for the real gradients.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,35 +15,15 @@ from torch import Tensor, nn
 
 from gradbatch.capture import graph
 from gradbatch.capture.arrivals import Arrivals
-from gradbatch.capture.evaluate import evaluate, zeros
-from gradbatch.capture.probe import no_layout, owned_gradients
+from gradbatch.capture.evaluate import zeros
+from gradbatch.capture.forward import Forward
+from gradbatch.capture.memory import Memory
 from gradbatch.capture.records import Record, tensors_in
-from gradbatch.capture.uses import Names, Use, find_uses
+from gradbatch.capture.search import explain
+from gradbatch.capture.uses import Names
 from gradbatch.errors import StaleCapture, UsageError
 from gradbatch.factors import Concat, PerSampleGrad
 from gradbatch.plans.contractions import Planner
-from gradbatch.rules import SampleLayout
-
-
-@dataclass
-class Forward:
-    """One forward of the model inside the context, and the backward passes that went through it.
-
-    Args:
-        samples: ``N``.
-        uses: its calls.
-        layouts: where the samples lie in each.
-        unseen: elements of each call's outputs that the model's outputs do not depend on (``None``: none of them do).
-        names: the wanted parameters at the time.
-        passes: for each backward pass, the gradients of each call's outputs that it reached.
-    """
-
-    samples: int
-    uses: list[Use]
-    layouts: list[SampleLayout]
-    unseen: list[list[Tensor | None]]
-    names: Names
-    passes: dict[int, dict[int, list[Tensor | None]]] = field(default_factory=lambda: defaultdict(dict))
 
 
 class LiveCapture:
@@ -57,17 +35,23 @@ class LiveCapture:
         batch_dim: axis of the model's outputs that runs over samples.
         planner: decides how the results will be evaluated.
         mean: whether the user's loss is the mean over samples, rather than their sum.
+        memory: where the samples lay in earlier steps.
     """
 
     def __init__(
-        self, model: nn.Module, names: Callable[[], Names], batch_dim: int, planner: Planner, mean: bool
+        self,
+        model: nn.Module,
+        names: Callable[[], Names],
+        batch_dim: int,
+        planner: Planner,
+        mean: bool,
+        memory: Memory | None,
     ) -> None:
         self._model, self._names, self._batch_dim = model, names, batch_dim
-        self._planner, self._mean = planner, mean
+        self._planner, self._mean, self._memory = planner, mean, memory
         self._forwards: list[Forward] = []
         self._records: set[Record] = set()
         self._arrivals = Arrivals()
-        self._taken: list[tuple[str, Tensor, int]] = []
         self._handles: list[Any] = []
 
     def open(self) -> None:
@@ -81,7 +65,7 @@ class LiveCapture:
             handle.remove()
         for record in self._records:
             record.let_go()
-        self._handles, self._records, self._forwards, self._taken = [], set(), [], []
+        self._handles, self._records, self._forwards = [], set(), []
         self._arrivals.close()
 
     # ---- after each forward
@@ -94,25 +78,20 @@ class LiveCapture:
         names = self._names()
         samples = self._count_samples(outputs, list(tensors_in((args, kwargs))))
         by_sample = [tensor for tensor in outputs if self._rows(tensor) == samples]
-        uses, walk = find_uses([graph.node_of(tensor) for tensor in outputs], names)
-        # A forward on the result of an earlier one contains that one's calls.
-        uses = [use for use in uses if use.record not in self._records]
         random = [self._random(tensor) for tensor in by_sample]
 
         def cotangents(weights: Tensor) -> list[Tensor]:
             return [r * weights.to(r).view(-1, *(1,) * (r.dim() - self._batch_dim - 1)) for r in random]
 
-        if samples:
-            gradients, layouts = owned_gradients(uses, by_sample, cotangents, samples, names)
-        else:
-            gradients, layouts = [[None] for _ in uses], [SampleLayout(0)] * len(uses)
-        unseen = [[None if g is None else g == 0 for g in outputs] for outputs in gradients]
-        forward = Forward(samples, uses, layouts, unseen, names)
+        # A forward on the result of an earlier one contains that one's calls.
+        earlier = [forward.found for forward in self._forwards]
+        found = explain(by_sample, cotangents, samples, names, outputs, earlier, self._memory, probe=True)
+        forward = Forward(samples, found, names, self._planner, samples if self._mean else 1)
         self._forwards.append(forward)
-        for use in uses:
+        for use in found.uses:
             self._records.add(use.record)
             use.record.hold()
-        self._watch(forward, walk, [t for t in outputs if self._rows(t) != samples], names)
+        self._watch(forward, [t for t in outputs if self._rows(t) != samples])
 
     def _random(self, tensor: Tensor) -> Tensor:
         # A generator of our own: the user's draws stay what they are without gradbatch.
@@ -141,12 +120,17 @@ class LiveCapture:
 
     # ---- hooks on the graph
 
-    def _watch(self, forward: Forward, walk: graph.Walk, others: Iterable[Tensor], names: Names) -> None:
-        for number, use in enumerate(forward.uses):
-            for position, (node, anchor) in enumerate(use.anchors):
-                hook = self._take(forward, number, position, len(use.anchors), anchor.number)
-                self._handles.append(node.register_prehook(hook))
-        targets = {node for use in forward.uses for into in use.claimed.values() for node in into}
+    def _watch(self, forward: Forward, others: Iterable[Tensor]) -> None:
+        found, names, walk = forward.found, forward.names, forward.found.walk
+        for number, use in enumerate(found.uses):
+            for position, (node, _) in enumerate(use.anchors):
+                self._handles.append(node.register_prehook(forward.hook_of_call(number, position)))
+        for number, cut in enumerate(found.cuts):
+            self._handles.append(cut.node.register_prehook(forward.hook_of_node(number)))
+        for node in found.region:
+            self._handles.append(node.register_prehook(forward.hook_of_region(node)))
+        targets = {node for use in found.uses for into in use.claimed.values() for node in into}
+        targets.update(found.region)
         reasons = {node: names.parameters[p] for node, p in walk.accumulators.items()}
         for tensor in others:
             # Not one row a sample: it may be used inside the forward, but not by the loss.
@@ -160,22 +144,6 @@ class LiveCapture:
         # All parameters, also those that these calls do not use: nothing may arrive at them.
         for parameter, path in names.parameters.items():
             self._arrivals.check_leaf(parameter, path)
-
-    def _take(
-        self, forward: Forward, number: int, position: int, count: int, output: int
-    ) -> Callable[[tuple[Tensor | None, ...]], None]:
-        use = forward.uses[number]
-        anchor = use.anchors[position][1]
-
-        def take(grads: tuple[Tensor | None, ...]) -> None:
-            slots = forward.passes[graph.current_pass()].setdefault(number, [None] * count)
-            gradient = grads[output]
-            if gradient is not None:
-                gradient = anchor.of_output(gradient.detach())
-                self._taken.append((use.name, gradient, gradient._version))
-            slots[position] = gradient
-
-        return take
 
     # ---- at the end
 
@@ -193,7 +161,7 @@ class LiveCapture:
             )
         if self._arrivals.violation is not None:
             raise self._arrivals.violation
-        for name, gradient, version in self._taken:
+        for name, gradient, version in (entry for forward in self._forwards for entry in forward.taken):
             if gradient._version != version:
                 raise StaleCapture(
                     f"compute: the gradient of the output of {name} was changed in place after the backward (it may be "
@@ -210,11 +178,15 @@ class LiveCapture:
                     f"compute: {path} was replaced, frozen or unfrozen after the forward, so that its gradient is not "
                     "that of the model's parameter any more. Do it before the forward or behind the context"
                 )
-            self._drop_foreign_passes(forward)
+            forward.drop_foreign_passes(self._arrivals.reached)
         groups = self._joined()
         if not groups:
             raise UsageError("compute: no backward pass reached the model's parameters inside the context")
-        parts = [self._reduce(group) for group in groups]
+        parts: list[dict[nn.Parameter, PerSampleGrad]] = []
+        for group in groups:
+            parts.append({})
+            for forward in group:
+                forward.add_to(parts[-1])
         result: dict[nn.Parameter, PerSampleGrad] = {}
         for parameter in names.parameters:
             grads = [
@@ -223,31 +195,6 @@ class LiveCapture:
             ]
             result[parameter] = (grads[0] if len(grads) == 1 else Concat(grads)).with_planner(self._planner)
         return result
-
-    def _drop_foreign_passes(self, forward: Forward) -> None:
-        """Forget passes that asked for no parameter (a saliency map); refuse those that asked for some."""
-        for number, arrived in list(forward.passes.items()):
-            reached = self._arrivals.reached.get(number, set())
-            claimed = {
-                id(use.record.parameters[attribute]): f"{use.name}.{attribute}"
-                for index, use in enumerate(forward.uses)
-                for attribute in use.claimed
-                if index in arrived and any(g is not None for g in arrived[index])
-            }
-            fired = [node for index in arrived for node, _ in forward.uses[index].anchors]
-            skipped = [
-                use.name
-                for index, use in enumerate(forward.uses)
-                if index not in arrived and any(graph.is_reachable(node, fired) for node, _ in use.anchors)
-            ]
-            if not reached & set(claimed):
-                del forward.passes[number]
-            elif skipped or set(claimed) - reached:
-                missing = skipped or [path for key, path in claimed.items() if key not in reached]
-                raise UsageError(
-                    f"compute: a backward pass was restricted to some parameters (inputs=...) and left out "
-                    f"{missing[0]}. Run it for all of them, or select with parameters="
-                )
 
     def _joined(self) -> list[list[Forward]]:
         """Forwards grouped by the backward passes that went through several of them, in order."""
@@ -265,38 +212,6 @@ class LiveCapture:
                     "joined by one loss must be over the same samples; call backward for each micro-batch"
                 )
         return groups
-
-    def _reduce(self, group: Sequence[Forward]) -> dict[nn.Parameter, PerSampleGrad]:
-        """Add up the passes through forwards that share their samples."""
-        total: dict[nn.Parameter, PerSampleGrad] = {}
-        for forward in group:
-            for arrived in forward.passes.values():
-                gradients = [
-                    self._own(forward, index, arrived.get(index)) for index in range(len(forward.uses))
-                ]
-                if not forward.samples:
-                    continue
-                for use in forward.uses:
-                    use.record.check_fresh(use.name)
-                grads = evaluate(forward.uses, gradients, forward.layouts, forward.samples, self._planner)
-                for parameter, grad in grads.items():
-                    total[parameter] = total[parameter] + grad if parameter in total else grad
-        return total
-
-    def _own(self, forward: Forward, index: int, arrived: list[Tensor | None] | None) -> list[Tensor | None]:
-        """Gradients of a call's outputs for the samples' own losses."""
-        use = forward.uses[index]
-        if arrived is None:
-            return [None] * len(use.anchors)
-        for unseen, gradient in zip(forward.unseen[index], arrived, strict=True):
-            # Nobody knows whose these are: they do not reach the loss by way of what the model returned.
-            if gradient is not None and (gradient if unseen is None else gradient[unseen]).any():
-                raise no_layout(use, forward.samples)
-        if all(unseen is None for unseen in forward.unseen[index]):
-            return [None] * len(use.anchors)
-        # The gradient of a mean carries 1/N; a sample's own loss does not.
-        scale = forward.samples if self._mean else 1
-        return [None if g is None else g * scale for g in arrived]
 
 
 class _ModelHook:

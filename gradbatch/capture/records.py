@@ -7,13 +7,14 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import PackedSequence
 
 from gradbatch.capture import graph
 from gradbatch.errors import StaleCapture
@@ -47,12 +48,19 @@ class Anchor:
     base_shape: torch.Size
     base_strides: tuple[int, ...]
 
+    @cached_property
+    def is_reshaped(self) -> bool:
+        """Whether output and base are the same numbers in row-major order."""
+        return _is_contiguous(self.shape, self.strides) and _is_contiguous(self.base_shape, self.base_strides)
+
     def of_output(self, gradient: Tensor) -> Tensor:
         """A gradient that arrived at the node, in the shape of the layer's output."""
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if (self.shape, self.strides) == (self.base_shape, self.base_strides):
             return gradient
+        if self.is_reshaped:
+            return gradient.reshape(self.shape)
         laid_out = torch.empty_strided(
             self.base_shape, self.base_strides, dtype=gradient.dtype, device=gradient.device
         )
@@ -92,6 +100,15 @@ def _is_gapless(tensor: Tensor) -> bool:
             if stride != expected:
                 return False
             expected *= size
+    return True
+
+
+def _is_contiguous(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
     return True
 
 
@@ -151,7 +168,7 @@ class Record:
         self.args, self.kwargs = self._detach(args), self._detach(kwargs)
         self._watched = [(name, t, _version(t)) for name, t in self._read_tensors(module)]
         outputs = outputs_of(output)
-        if all(isinstance(item, Tensor) for item in outputs):
+        if outputs:
             self.outputs = [(item.shape, item.dtype, item.device) for item in outputs]
         else:
             self.refusal = "its forward returns something else than tensors"
@@ -247,6 +264,8 @@ class Record:
             return detached
         if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
             return type(value)(self._detach(item) for item in value)
+        if isinstance(value, PackedSequence):
+            return PackedSequence(*(self._detach(item) for item in value))
         if type(value) is dict:
             return {key: self._detach(item) for key, item in value.items()}
         self.refusal = f"an argument is a {type(value).__name__}, in which tensors could hide; pass tensors"
@@ -299,9 +318,19 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, entry.name, None))
 
 
-def outputs_of(output: Any) -> Sequence[Any]:
-    """What a forward returned, as a sequence of outputs."""
-    return output if isinstance(output, (tuple, list)) else (output,)
+def outputs_of(output: Any) -> Sequence[Tensor]:
+    """The tensors that a forward returned, in nested tuples too; none if it returned anything else."""
+    if isinstance(output, Tensor):
+        return [output]
+    if not isinstance(output, (tuple, list)):
+        return []
+    found: list[Tensor] = []
+    for item in output:
+        inner = outputs_of(item)
+        if not inner and item is not None:
+            return []
+        found.extend(inner)
+    return found
 
 
 def _version(tensor: Tensor) -> int:

@@ -1,25 +1,27 @@
-"""From the walk to calls: which record explains which uses of which parameter, and that every use is explained.
+"""The module-hook reader, second half: which recorded call explains which uses of which parameter.
 
-Coverage by construction. A parameter's gradient is a sum over all paths from the losses to its accumulator. Each path
-must pass through exactly one call whose rule accounts for it; then, and only then, the calls' per-sample gradients add
-up to the parameter's. Whatever is left over is an error that names the parameter, the layer and the operation.
+A parameter's gradient is a sum over all paths from the losses to its accumulator. Each path must pass through exactly
+one call, of a layer or of a node, that accounts for it; then, and only then, the calls' per-sample gradients add up to
+the parameter's. So a record claims only what no other call could account for too; all else is left to the node reader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from torch import nn
-from torch.autograd.graph import GradientEdge, Node
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from gradbatch.capture import graph
+from gradbatch.capture.layouts import Site
 from gradbatch.capture.records import Anchor, Record
 from gradbatch.errors import CoupledSamples, UnsupportedLayer
-from gradbatch.rules import rule_for, why_no_rule
+from gradbatch.rules import LayerRule
 
 
-@dataclass
+@dataclass(eq=False)
 class Use:
     """A call whose rule accounts for some uses of its layer's own parameters.
 
@@ -37,9 +39,56 @@ class Use:
     claimed: dict[str, dict[Node, list[graph.Edge]]] = field(default_factory=dict)
 
     @property
-    def edges(self) -> list[GradientEdge]:
-        """The edges whose gradients the rule needs."""
-        return [GradientEdge(node, anchor.number) for node, anchor in self.anchors]
+    def places(self) -> list[tuple[Node, int]]:
+        """The nodes, and which of their outputs, whose gradients the rule needs."""
+        return [(node, anchor.number) for node, anchor in self.anchors]
+
+    @property
+    def edges(self) -> set[graph.Edge]:
+        """All edges that the call accounts for."""
+        return {edge for into in self.claimed.values() for edges in into.values() for edge in edges}
+
+    @cached_property
+    def site(self) -> Site:
+        """On which leading axes of the outputs the samples may lie."""
+        if self.rule.arrange is not None:
+            return Site([1] * len(self.anchors))
+        features = [self.feature_axes(len(anchor.shape)) for _, anchor in self.anchors]
+        if any(count is None for count in features):
+            return Site(None)
+        lead = [len(a.shape) - (n or 0) for (_, a), n in zip(self.anchors, features, strict=True)]
+        return Site(lead, rows=max(1, min(lead)))
+
+    @property
+    def rule(self) -> LayerRule:
+        """The rule of the layer."""
+        assert self.record.rule is not None
+        return self.record.rule
+
+    def feature_axes(self, dim: int) -> int | None:
+        """Trailing axes of an output that belong to the layer's function, if its rule says so."""
+        return self.rule.count_feature_axes(self.record.module_as_called(), dim)
+
+    def output_gradient(self, position: int, gradient: Tensor | None) -> Tensor | None:
+        """A gradient that arrived at an anchor, as the rule takes it."""
+        if gradient is None:
+            return None
+        anchor = self.anchors[position][1]
+        return self.arranged(anchor.index, anchor.of_output(gradient))
+
+    def arranged(self, index: int, tensor: Tensor) -> Tensor:
+        """An output or its gradient with the rows in front, where the layer keeps them elsewhere."""
+        if self.rule.arrange is None:
+            return tensor
+        return self.rule.arrange(self.record.module_as_called(), self.record.arguments(), index, tensor)
+
+    def check_hooks(self) -> None:
+        """Refuse hooks on the graph that may change the gradient where nobody sees it (:class:`UnsupportedLayer`)."""
+        consumers = {node for into in self.claimed.values() for edges in into.values() for node, _ in edges}
+        refuse_foreign_hooks(
+            consumers.union(node for node, _ in self.anchors),
+            f"{self.name} ({self.record.module_type.__name__})",
+        )
 
 
 @dataclass
@@ -62,7 +111,7 @@ class Names:
 
 
 def find_uses(roots: Sequence[Node], names: Names) -> tuple[list[Use], graph.Walk]:
-    """Explain every use of every wanted parameter below ``roots``.
+    """Calls of layers below ``roots`` that explain uses of wanted parameters, each as the only one.
 
     Args:
         roots: nodes that compute the losses or outputs.
@@ -72,7 +121,7 @@ def find_uses(roots: Sequence[Node], names: Names) -> tuple[list[Use], graph.Wal
         The calls, and the walk they were found by.
 
     Raises:
-        UnsupportedLayer: a use that no rule accounts for.
+        UnsupportedLayer: a part of the graph that cannot be seen.
         CoupledSamples: a layer that normalises over the batch.
         StaleCapture: a layer's parameter was replaced since the forward.
     """
@@ -84,18 +133,7 @@ def find_uses(roots: Sequence[Node], names: Names) -> tuple[list[Use], graph.Wal
                 "use_reentrant=False"
             )
     uses = [use for use in _calls(walk, names) if use.claimed]
-    _check_coverage(walk, uses, names)
-    for use in uses:
-        if use.record.refusal is not None:
-            raise UnsupportedLayer(f"{use.name} ({use.record.module_type.__name__}): {use.record.refusal}")
-        consumers = {node for into in use.claimed.values() for edges in into.values() for node, _ in edges}
-        if any(map(graph.has_foreign_hooks, consumers.union(node for node, _ in use.anchors))):
-            raise UnsupportedLayer(
-                f"{use.name} ({use.record.module_type.__name__}): a hook on the autograd node of its output may change "
-                "the gradient where gradbatch cannot see it; use a tensor hook (output.register_hook) instead"
-            )
-        use.record.check_fresh(use.name)
-    return uses, walk
+    return [use for use in uses if _is_alone(use, walk)], walk
 
 
 def _calls(walk: graph.Walk, names: Names) -> list[Use]:
@@ -114,11 +152,10 @@ def _calls(walk: graph.Walk, names: Names) -> list[Use]:
             raise CoupledSamples(coupling_message(name, record.module_type))
         record.check_parameters(name)
         use = Use(record, name, anchors)
-        if record.rule is not None:
+        if record.rule is not None and record.refusal is None:
             _claim(use, accumulators)
         uses.append(use)
-    _check_disjoint(uses)
-    return uses
+    return _disjoint(uses)
 
 
 def _claim(use: Use, accumulators: Mapping[int, Node]) -> None:
@@ -137,67 +174,39 @@ def _claim(use: Use, accumulators: Mapping[int, Node]) -> None:
             use.claimed[attribute] = into
 
 
-def _check_disjoint(uses: Sequence[Use]) -> None:
-    """Refuse calls nested in each other such that both would account for the same use."""
+def _is_alone(use: Use, walk: graph.Walk) -> bool:
+    """Whether the intermediates on the call's paths to its parameters are used by it alone."""
+    for into in use.claimed.values():
+        for node, edges in into.items():
+            if node not in walk.accumulators and set(walk.consumers[node]) - set(edges):
+                return False
+    return True
+
+
+def _disjoint(uses: Sequence[Use]) -> list[Use]:
+    """The calls without those of which an output lies inside another one: they would count a use twice."""
     anchored: dict[Node, list[Use]] = {}
     for use in uses:
         for node, _ in use.anchors:
             anchored.setdefault(node, []).append(use)
-    for use in uses:
-        if len({(node, anchor.number) for node, anchor in use.anchors}) < len(use.anchors):
-            raise UnsupportedLayer(f"{use.name} ({use.record.module_type.__name__}) returns one tensor twice")
-        for into in use.claimed.values():
-            for node in into:
-                for other in anchored.get(node, ()):
-                    if other is use or set(map(id, use.record.parameters.values())) & set(
-                        map(id, other.record.parameters.values())
-                    ):
-                        raise UnsupportedLayer(
-                            f"{use.name} ({use.record.module_type.__name__}): a result of {other.name} lies inside "
-                            "this call, and both use the same parameter, so it would count twice. Give the layer a "
-                            "forward that computes its outputs independently of each other"
-                        )
+    return [use for use in uses if not _overlaps(use, anchored)]
 
 
-def _check_coverage(walk: graph.Walk, uses: Sequence[Use], names: Names) -> None:
-    """Refuse if a path to a parameter enters through an edge that no call claims."""
-    claimed: dict[int, dict[Node, set[graph.Edge]]] = {}
-    for use in uses:
-        for attribute, into in use.claimed.items():
-            covered = claimed.setdefault(id(use.record.parameters[attribute]), {})
-            for node, edges in into.items():
-                covered.setdefault(node, set()).update(edges)
-    for accumulator, parameter in walk.accumulators.items():
-        covered = claimed.get(id(parameter), {})
-        for node in {accumulator: None, **dict.fromkeys(covered)}:
-            for edge in walk.consumers[node]:
-                if edge not in covered.get(node, ()):
-                    raise _unexplained(parameter, edge[0], walk, names)
+def _overlaps(use: Use, anchored: Mapping[Node, Sequence[Use]]) -> bool:
+    if len(set(use.places)) < len(use.anchors):
+        return True  # returns one tensor twice
+    own = set(map(id, use.record.parameters.values()))
+    inside = [other for into in use.claimed.values() for node in into for other in anchored.get(node, ())]
+    return any(other is use or own & set(map(id, other.record.parameters.values())) for other in inside)
 
 
-def _unexplained(parameter: nn.Parameter, consumer: Node, walk: graph.Walk, names: Names) -> UnsupportedLayer:
-    path, module = names.parameters[parameter], names.owners[parameter]
-    operation, layer = consumer.name().removesuffix("0"), names.layer(module)
-    if graph.is_compiled(consumer):
-        reason = f"{layer} ({type(module).__name__}) was compiled by torch.compile, which hides its calls"
-    elif rule_for(module) is None:
-        reason = f"{layer} ({type(module).__name__}): {why_no_rule(module)}"
-    elif not module._forward_hooks:
-        reason = (
-            f"{layer} ({type(module).__name__}) was added after extend; call gradbatch.extend(model) again"
+def refuse_foreign_hooks(nodes: Iterable[Node], layer: str) -> None:
+    """Refuse hooks on nodes that may change the gradient where nobody sees it (:class:`UnsupportedLayer`)."""
+    if any(map(graph.has_foreign_hooks, nodes)):
+        raise UnsupportedLayer(
+            f"{layer}: a hook on the autograd node of its output may change the gradient where gradbatch cannot see "
+            "it; use a tensor hook (output.register_hook) instead"
         )
-    elif not any(record.module is module for notes in walk.notes.values() for record, _ in notes):
-        reason = (
-            f"{layer} ({type(module).__name__}) has a rule, but left no record of a call; extend the model before the "
-            "forward, and call the layer rather than use its parameters elsewhere"
-        )
-    else:
-        reason = f"{layer} ({type(module).__name__}) has a rule, but this use lies outside of its forward"
-    return UnsupportedLayer(
-        f"{path} of shape {tuple(parameter.shape)} is used by {operation}, and no layer rule explains that use: "
-        f"{reason}. Teach the layer with @gradbatch.layer_rule, freeze the parameter with requires_grad_(False), or "
-        "leave it out with parameters="
-    )
 
 
 def coupling_message(name: str, module_type: type[nn.Module]) -> str:

@@ -1,8 +1,11 @@
 """From words on a command line to a model and its inputs."""
 
 import importlib
+import inspect
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +28,15 @@ def load_model(target: str) -> nn.Module:
     module_name, colon, path = target.partition(":")
     if not (module_name and colon and path):
         raise UsageError(f"{target!r} is no package.module:factory, such as my_package.models:make_net")
+    if module_name.endswith(".py"):
+        written = ".".join(Path(module_name).with_suffix("").parts).strip("./")
+        raise UsageError(f"{module_name} is a file; name the module as an import would: {written}:{path}")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
-        raise UsageError(f"cannot import {module_name}: {_words(error)}") from error
+        raise UsageError(f"cannot import {module_name}: {words(error)}") from error
     for name in path.split("."):
         if not hasattr(found, name):
             raise UsageError(f"{getattr(found, '__name__', found)} has no {name!r}{_candidates(found)}")
@@ -43,22 +49,53 @@ def load_model(target: str) -> nn.Module:
         try:
             found = found()
         except Exception as error:
-            raise UsageError(f"{path}() failed: {_words(error)}. It is called without arguments") from error
+            raise UsageError(f"{path}() failed: {words(error)}. It is called without arguments") from error
     if not isinstance(found, nn.Module):
         raise UsageError(f"{path}() returned something of type {type(found).__name__}, not a torch.nn.Module")
     return found
 
 
-def make_input(spec: str, dtype: torch.dtype) -> Tensor:
-    """Draw the input that a specification stands for.
+@dataclass(frozen=True)
+class Inputs:
+    """What a model is called with: positional arguments, and others by name."""
+
+    args: Sequence[Tensor] = ()
+    kwargs: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def named(self, model: nn.Module) -> Sequence[Tensor] | Mapping[str, Tensor]:
+        """All by position if none has a name, else all by name."""
+        if not self.kwargs:
+            return self.args
+        try:
+            bound = inspect.signature(model.forward).bind_partial(*self.args).arguments
+        except TypeError as error:
+            raise UsageError(f"--input: {words(error)}") from error
+        if (
+            any(not isinstance(value, Tensor) for value in bound.values())
+            or bound.keys() & self.kwargs.keys()
+        ):
+            raise UsageError("--input: give a name to all inputs, each another one: NAME=SHAPE[:BOUND]")
+        return {**bound, **self.kwargs}
+
+
+def make_inputs(specs: Sequence[str], dtype: torch.dtype, device: torch.device | str = "cpu") -> Inputs:
+    """Draw the inputs that specifications stand for.
 
     Args:
-        spec: ``8,3,32,32`` for normally distributed numbers of that shape; ``8,16:1000`` for integers below 1000.
+        specs: ``8,3,32,32`` for normally distributed numbers of that shape; ``8,16:1000`` for integers below 1000;
+            ``name=8,16:1000`` for an argument that is passed by name.
         dtype: of numbers that are no integers.
+        device: where they are called for; they are drawn on the CPU, the same on every device.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: one is something else.
     """
+    named = [re.fullmatch(r"(?:([A-Za-z_]\w*)=)?(.*)", spec, re.DOTALL) for spec in specs]
+    drawn = [(match[1], _drawn(match[2], dtype).to(device)) for match in named if match is not None]
+    return Inputs([t for name, t in drawn if not name], {name: t for name, t in drawn if name})
+
+
+def _drawn(spec: str, dtype: torch.dtype) -> Tensor:
     shape, colon, high = spec.partition(":")
     try:
         sizes = [int(size) for size in shape.split(",")]
@@ -82,10 +119,10 @@ def usable_device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"--device {name}: {_words(error)}") from error
+        raise UsageError(f"--device {name}: {words(error)}") from error
 
 
-def try_out(model: nn.Module, inputs: Sequence[Tensor]) -> None:
+def try_out(model: nn.Module, inputs: Inputs) -> None:
     """Call the model once, which materialises lazy modules.
 
     Raises:
@@ -93,33 +130,29 @@ def try_out(model: nn.Module, inputs: Sequence[Tensor]) -> None:
     """
     try:
         with torch.no_grad():
-            model(*inputs)
+            model(*inputs.args, **inputs.kwargs)
     except Exception as error:
-        shapes = ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in inputs)
+        named = [("", t) for t in inputs.args] + [(f"{name}=", t) for name, t in inputs.kwargs.items()]
+        shapes = ", ".join(f"{n}{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for n, t in named)
         raise UsageError(
-            f"{type(model).__name__} fails on inputs {shapes}: {_words(error)}. Inputs are positional arguments, "
-            "samples first; integers below 1000 are 8,16:1000"
+            f"{type(model).__name__} fails on inputs {shapes}: {words(error)}. Inputs are positional arguments, "
+            "samples first; integers below 1000 are 8,16:1000; an argument by name is NAME=8,16"
         ) from error
 
 
-def _words(error: Exception) -> str:
+def words(error: Exception) -> str:
+    """Kind and first line of an error, without what ends a sentence."""
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".: ")
 
 
 def _candidates(found: Any) -> str:
-    """What the user may have meant: what a Python module defines that makes a model."""
-    names = (
-        [
-            name
-            for name, value in vars(found).items()
-            if isinstance(value, nn.Module)
-            or (
-                isinstance(value, type)
-                and issubclass(value, nn.Module)
-                and value.__module__ == found.__name__
-            )
-        ]
-        if hasattr(found, "__name__") and hasattr(found, "__dict__")
-        else []
-    )
+    """What the user may have meant: functions and classes that a module defines, and models that it holds."""
+    if not inspect.ismodule(found):
+        return ""
+    names = [
+        name
+        for name, value in vars(found).items()
+        if isinstance(value, nn.Module)
+        or ((inspect.isfunction(value) or isinstance(value, type)) and value.__module__ == found.__name__)
+    ]
     return f"; there is {', '.join(names)}" if names else ""

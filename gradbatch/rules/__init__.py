@@ -6,8 +6,14 @@ from gradbatch.rules import (
     embedding as embedding,
     linear as linear,
     normalisation as normalisation,
+    recurrent as recurrent,
 )
-from gradbatch.rules.call import Call as Call, SampleLayout as SampleLayout
+from gradbatch.rules.call import (
+    Call as Call,
+    Layout as Layout,
+    RowLayout as RowLayout,
+    SampleLayout as SampleLayout,
+)
 from gradbatch.rules.registry import (
     LayerRule as LayerRule,
     RuleFunction as RuleFunction,

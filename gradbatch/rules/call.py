@@ -37,11 +37,15 @@ class SampleLayout:
         """Sample that each index of an axis of ``size`` rows belongs to, ``[size]``."""
         return torch.arange(size, device="cpu").div(self.stride, rounding_mode="floor") % self.samples
 
-    def fits(self, shape: torch.Size) -> bool:
-        """Whether a tensor of this shape has the axis, with a number of rows that the samples divide."""
+    def fits(self, shape: torch.Size, output: torch.Size) -> bool:
+        """Whether a tensor of this shape has the samples where the output has them."""
         if self.axis is None:
             return self.samples == 1
-        return self.axis < len(shape) and shape[self.axis] % (self.samples * self.stride) == 0
+        return self.axis < len(shape) and shape[self.axis] == output[self.axis]
+
+    def rows_per_sample(self, output: torch.Size) -> int:
+        """Rows of axis 0 that a sample has in an output of this shape."""
+        return int(output[0]) // self.samples if self.samples else 1
 
     def sample_first(self, tensor: Tensor) -> Tensor:
         """Bring the samples to the front: ``[N, *axes before, rows of a sample (if more than one), *axes after]``."""
@@ -60,6 +64,50 @@ class SampleLayout:
             raise RuleError(f"rows can be ordered along axis 0 only, not along axis {self.axis}")
         first = self.sample_first(tensor)
         return first if first.dim() == tensor.dim() else first.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where the samples lie in a tensor when they lie irregularly: each row of its leading axes belongs to one.
+
+    Args:
+        index: ``[N, T]``, the rows of each sample among all rows of the leading axes, counted in row-major order;
+            -1 fills up the samples that have fewer than ``T``.
+        lead: number of leading axes.
+    """
+
+    index: Tensor
+    lead: int = 1
+
+    @property
+    def samples(self) -> int:
+        """``N``."""
+        return len(self.index)
+
+    def fits(self, shape: torch.Size, output: torch.Size) -> bool:
+        """Whether a tensor of this shape has the samples where the output has them."""
+        return shape[: self.lead] == output[: self.lead]
+
+    def rows_per_sample(self, output: torch.Size) -> int:
+        """Rows that each sample is given, missing ones included."""
+        return self.index.shape[1]
+
+    def sample_first(self, tensor: Tensor) -> Tensor:
+        """Gather the rows of each sample: ``[N, T, *axes after]``; missing rows are 0, or -1 in integer tensors."""
+        rows = tensor.flatten(0, self.lead - 1)
+        if not len(rows):
+            return rows.new_zeros(*self.index.shape, *rows.shape[1:])
+        index = self.index.to(tensor.device)
+        missing = (index < 0).view(*index.shape, *(1,) * (rows.dim() - 1))
+        whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+        return rows[index.clamp_min(0)].masked_fill(missing, -1 if whole else 0)
+
+    def rows_first(self, tensor: Tensor) -> Tensor:
+        """The same, ``[N * T, *axes after]``."""
+        return self.sample_first(tensor).flatten(0, 1)
+
+
+Layout = SampleLayout | RowLayout
 
 
 @dataclass(frozen=True)
@@ -86,7 +134,7 @@ class Call:
     kwargs: Mapping[str, Any]
     arguments: Mapping[str, Any]
     raw_grad_output: Any
-    layout: SampleLayout
+    layout: Layout
     feature_axes: int | None
     training: bool
     needs: frozenset[str]
@@ -104,8 +152,7 @@ class Call:
         """
         if self.feature_axes is not None:
             return 1
-        first = self._first_grad_output
-        return int(first.shape[0]) // self.num_samples if self.num_samples else 1
+        return self.layout.rows_per_sample(self._first_grad_output.shape)
 
     @property
     def input(self) -> Tensor:
@@ -130,8 +177,8 @@ class Call:
             RuleError: the tensor has no axis of that size where the samples lie.
         """
         output = self._first_grad_output.shape
-        axis = self.layout.axis
-        if not self.layout.fits(tensor.shape) or (axis is not None and tensor.shape[axis] != output[axis]):
+        if not self.layout.fits(tensor.shape, output):
+            axis = self.layout.axis if isinstance(self.layout, SampleLayout) else 0
             raise RuleError(
                 f"{self.name} ({type(self.module).__name__}): an argument of shape {tuple(tensor.shape)} has no sample "
                 f"axis like the one of the output {tuple(output)} (axis {axis}, {self.num_samples} samples). Give the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 
 from gradbatch.errors import UnsupportedLayer
 from gradbatch.factors import PerSampleGrad, RowScatter
+from gradbatch.factors.views import reshaped
 from gradbatch.rules.axes import by_position, full
-from gradbatch.rules.call import Call
+from gradbatch.rules.call import Call, RowLayout
 from gradbatch.rules.registry import layer_rule
 
 # RowScatter's id of a row that does not exist.
@@ -44,10 +46,24 @@ def embedding(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     ids = by_position(call.input, 0).long()
     values = by_position(call.grad_output, 1)
     if module.scale_grad_by_freq:
+        if isinstance(call.layout, RowLayout):
+            raise UnsupportedLayer(
+                "scale_grad_by_freq counts how often a sample looks an id up, but where the samples lie irregularly, "
+                "lookups without a gradient have no owner. Set scale_grad_by_freq=False, or keep the samples on an axis"
+            )
         values = full(values) / occurrences(ids).unsqueeze(-1)
     if module.padding_idx is not None:
         ids = ids.masked_fill(ids == module.padding_idx, NO_ROW)
     yield "weight", RowScatter(ids, values, module.weight.shape)
+
+
+def indexed_rows(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
+    """``table[ids]``: one row of the output gradient for each id, which is not negative."""
+    shape = call.module.weight.shape
+    ids = by_position(call.input, 0).long()
+    width = math.prod(shape[1:])
+    values = by_position(call.grad_output, len(shape) - 1).reshape(*ids.shape, width)
+    yield "weight", reshaped(RowScatter(ids, values, (shape[0], width)), shape)
 
 
 def pad_bags(

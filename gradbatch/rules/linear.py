@@ -42,3 +42,34 @@ def bilinear(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
         yield "weight", OuterProduct(features_by_position(grad_output), features_by_position(pairs), shape)
     if "bias" in call.needs:
         yield "bias", Dense(total(by_position(grad_output, 1), (1,)))
+
+
+def product(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
+    """``Y = α X W``, rows of ``Y`` owned by samples: the gradient of ``W`` is ``α Σ_t x_t g_tᵀ``.
+
+    Of its transpose, where ``call.module.transposed``: then ``X`` and ``Y`` come transposed from the other side.
+    """
+    scale = call.module.alpha
+    left = features_by_position(call.input) * scale if scale != 1 else features_by_position(call.input)
+    right = features_by_position(call.grad_output)
+    if call.module.transposed:
+        left, right = right, left
+    yield "weight", OuterProduct(left, right, (left.shape[2], right.shape[2]))
+
+
+def product_with_vector(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
+    """``y = α X v``, elements of ``y`` owned by samples: the gradient of ``v`` is ``α Σ_t g_t x_t``."""
+    left = by_position(call.grad_output.unsqueeze(-1) * call.module.alpha, 1).mT.unsqueeze(1)
+    right = features_by_position(call.input)
+    yield "weight", OuterProduct(left, right, (right.shape[2],))
+
+
+def batched_product(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
+    """``Y_b = α X_b W_b``, rows of every ``Y_b`` owned by samples: one group for each ``b``."""
+    left, right = call.input * call.module.alpha, call.grad_output
+    if left.dim() == 3:  # one row a sample, whose axis is left out
+        left, right = left.unsqueeze(2), right.unsqueeze(2)
+    left, right = left.mT, right.mT
+    if call.module.transposed:
+        left, right = right, left
+    yield "weight", OuterProduct(left, right, (left.shape[1], left.shape[2], right.shape[2]))

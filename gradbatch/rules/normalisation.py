@@ -113,3 +113,13 @@ def batch_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
         return F.batch_norm(full(input), full(module.running_mean), full(module.running_var), eps=module.eps)
 
     yield from _scale_and_shift(call, call.feature_axes or 1, normalise, per_channel=True)
+
+
+def normalised_features(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
+    """Scale and shift of an input that is normalised already, one weight for each element of the last axes."""
+    yield from _scale_and_shift(call, call.feature_axes or 0, lambda x: x, per_channel=False)
+
+
+def normalised_channels(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
+    """Scale and shift of an input that is normalised already, one weight a channel."""
+    yield from _scale_and_shift(call, call.feature_axes or 1, lambda x: x, per_channel=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradbatch.errors import UsageError
 from gradbatch.factors import PerSampleGrad
@@ -20,6 +20,8 @@ from gradbatch.rules.call import Call
 RuleFunction = Callable[[Call], Iterator[tuple[str, PerSampleGrad]]]
 FeatureAxes = int | Callable[[Any, int], int] | None
 Reads = tuple[str, ...] | Callable[[Any], tuple[str, ...]] | None
+Arrange = Callable[[Any, Mapping[str, Any], int, Tensor], Tensor] | None
+Declines = Callable[[Any], str | None] | None
 _Function = TypeVar("_Function", bound=RuleFunction)
 
 
@@ -33,12 +35,16 @@ class LayerRule:
         feature_axes: trailing axes of the output that belong to the layer's function, or a function of the module
             and the output's number of axes; all axes before them are interchangeable rows.
         reads: names of own parameters and buffers whose values the rule reads; ``None``: all of them.
+        arrange: brings an output to the shape in which ``feature_axes`` counts; ``None``: it is in that shape.
+        declines: says why the rule does not describe a module as it stands; ``None``: it always does.
     """
 
     function: RuleFunction
     methods: Mapping[str, Any]
     feature_axes: FeatureAxes
     reads: Reads
+    arrange: Arrange = None
+    declines: Declines = None
 
     def count_feature_axes(self, module: nn.Module, output_dim: int) -> int | None:
         """Number of trailing feature axes of an output with ``output_dim`` axes; ``None`` if the rule did not say."""
@@ -57,7 +63,11 @@ _RULES: dict[type[nn.Module], LayerRule] = {}
 
 
 def layer_rule(
-    *types: type[nn.Module], feature_axes: FeatureAxes = None, reads: Reads = None
+    *types: type[nn.Module],
+    feature_axes: FeatureAxes = None,
+    reads: Reads = None,
+    arrange: Arrange = None,
+    declines: Declines = None,
 ) -> Callable[[_Function], _Function]:
     """Teach gradbatch a layer: register a function from a call to the per-sample gradients of its parameters.
 
@@ -72,6 +82,11 @@ def layer_rule(
             axis 0. A function of ``(module, output.dim())`` where it depends on the module.
         reads: names of the layer's parameters and buffers that the rule reads, so that a change of them between
             forward and backward is noticed; a function of the module where it depends on it; left out, all.
+        arrange: for layers that keep their rows elsewhere than on leading axes (sequences on axis 1, packed): from the
+            module, the arguments of the call, the number of an output and that output or its gradient, to the same
+            numbers with the rows first. ``call.raw_grad_output`` is arranged, and so must the rule's own tensors be.
+        declines: from the module to why the rule does not describe it as it stands (``None`` if it does); such a call
+            is explained by the operations that it consists of.
 
     Returns:
         A decorator that returns the function unchanged.
@@ -106,7 +121,7 @@ def layer_rule(
 
     def register(function: _Function) -> _Function:
         for kind in types:
-            _RULES[kind] = LayerRule(function, _methods(kind), feature_axes, reads)
+            _RULES[kind] = LayerRule(function, _methods(kind), feature_axes, reads, arrange, declines)
         return function
 
     return register
@@ -124,7 +139,7 @@ def rule_for(module: nn.Module) -> LayerRule | None:
         return None
     if any(getattr(kind, name) is not method for name, method in rule.methods.items()):
         return None
-    return rule
+    return None if rule.declines is not None and rule.declines(module) is not None else rule
 
 
 def _methods(kind: type[nn.Module]) -> dict[str, Any]:
@@ -139,6 +154,9 @@ def _methods(kind: type[nn.Module]) -> dict[str, Any]:
 def why_no_rule(module: nn.Module) -> str:
     """Say in words why :func:`rule_for` found nothing."""
     kind = type(module)
+    declines = _RULES[kind].declines if kind in _RULES else None
+    if declines is not None and (reason := declines(module)) is not None:
+        return reason
     if kind in _RULES:
         name = kind.__name__
         return f"the forward of {name} was replaced, or a method that it calls; the rule of {name} is for the original"

@@ -1,4 +1,8 @@
-"""A model's per-sample gradients, cross-checked layer by layer against ``torch.func.vmap``."""
+"""A model's per-sample gradients, cross-checked parameter by parameter against ``torch.func.vmap``."""
 
 from gradbatch.verify.check import verify as verify
-from gradbatch.verify.report import LayerReport as LayerReport, Report as Report
+from gradbatch.verify.report import (
+    Explained as Explained,
+    ParameterReport as ParameterReport,
+    Report as Report,
+)

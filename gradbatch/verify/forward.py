@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,15 +25,16 @@ class Forward:
         args: its positional arguments.
         kwargs: its keyword arguments.
         batch_dim: axis of inputs and outputs that runs over samples.
-        output: what the model returned.
-        losses: ``[N]``, computed from it.
+        outputs: tensors that the model returned, by their place among all of them, as the losses are computed from
+            them.
+        losses: ``[N]``.
     """
 
     model: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     batch_dim: int
-    output: Any
+    outputs: Mapping[int, Tensor]
     losses: Tensor
 
     def has_samples(self, value: Any) -> bool:
@@ -61,9 +62,12 @@ def run(
     """
     batch_dim = next((r.batch_dim for r in map(recorder_of, model.modules()) if r is not None), 0)
     output = model(*args, **kwargs)
+    outputs = dict(enumerate(tensors_in(output)))
     if loss is None:
+        # Views: what another output is computed from has gradients of its own and of that one.
+        outputs = {i: t.view_as(t) if t.requires_grad else t for i, t in outputs.items()}
         inputs = [t for t in tensors_in((list(args), dict(kwargs))) if t.dim() > batch_dim]
-        losses = _projections(output, batch_dim, {t.shape[batch_dim] for t in inputs})
+        losses = _projections(outputs.values(), batch_dim, {t.shape[batch_dim] for t in inputs})
     else:
         losses = loss(output)
         if not isinstance(losses, Tensor) or losses.dim() != 1:
@@ -73,7 +77,7 @@ def run(
             )
     if losses.grad_fn is None:
         raise UsageError("the losses do not depend on any trainable parameter through autograd")
-    return Forward(model, args, kwargs, batch_dim, output, losses)
+    return Forward(model, args, kwargs, batch_dim, outputs, losses)
 
 
 @contextmanager
@@ -112,9 +116,9 @@ def real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _projections(output: Any, batch_dim: int, rows: set[int]) -> Tensor:
+def _projections(tensors: Iterable[Tensor], batch_dim: int, rows: set[int]) -> Tensor:
     """Each sample's outputs, multiplied with random numbers of its own and added up, ``[N]``."""
-    outputs = [t for t in tensors_in(output) if t.is_floating_point() or t.is_complex()]
+    outputs = [t for t in tensors if t.is_floating_point() or t.is_complex()]
     counts = [t.shape[batch_dim] for t in outputs if t.dim() > batch_dim]
     samples = next((count for count in counts if count in rows or not rows), None)
     if samples is None:

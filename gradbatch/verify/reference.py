@@ -118,7 +118,7 @@ def _by_vmap(forward: Forward, parameters: Mapping[str, nn.Parameter]) -> dict[s
     The losses are replaced by their linear parts: what each output is multiplied with. So they may be computed from
     targets of the whole batch, which a function of one sample could not index.
     """
-    outputs = [(i, t) for i, t in enumerate(tensors_in(forward.output)) if t.requires_grad]
+    outputs = [(i, t) for i, t in forward.outputs.items() if t.requires_grad]
     found = torch.autograd.grad(
         forward.losses.sum(), [t for _, t in outputs], retain_graph=True, allow_unused=True
     )

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import gradbatch
 from gradbatch import CoupledSamples
-from gradbatch.capture.owners import Site, find_owners
+from gradbatch.capture.layouts import OwnerMap, Site
+from gradbatch.capture.owners import find_owners
 from gradbatch.rules import SampleLayout
 from tests.capture.reference import assert_refused, draw, wired
 
@@ -58,7 +59,7 @@ def test_every_pair_of_equal_contributions_is_noticed() -> None:
                 return [[result.unsqueeze(1)]]
 
             found = find_owners(gradients, [Site([1])], samples, own, {torch.float64})
-            if found.layouts[0] is not None:
+            if found.owners[0] is not None:
                 missed.append((owner, first, second))
     assert not missed
 
@@ -127,24 +128,71 @@ def test_regular_layouts_are_found_and_no_other(samples: int, rows: int) -> None
                 gradient,
                 {torch.float64},
             )
-            (chosen,) = found.layouts
-            assert chosen is not None
+            (chosen,) = found.owners
+            assert isinstance(chosen, SampleLayout)
             assert torch.equal(chosen.sample_first(gradient), layout.sample_first(gradient))
             torch.testing.assert_close(found.gradients[0][0], gradient, rtol=0, atol=0)
 
 
+def element_owners(found: SampleLayout | OwnerMap | None, shape: torch.Size) -> Tensor:
+    """The sample that each element of a gradient is said to belong to."""
+    if isinstance(found, OwnerMap):
+        return found.owner.expand(shape)
+    assert found is not None and found.axis is not None
+    return found.owner(shape[found.axis]).view(-1, *(1,) * (len(shape) - found.axis - 1)).expand(shape)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("elements", [False, True])
 @pytest.mark.parametrize("samples", [2, 3, 6])
-def test_irregular_owners_are_never_given_a_regular_layout(samples: int) -> None:
+def test_irregular_owners_are_found_and_never_given_a_regular_layout(
+    samples: int, elements: bool, silent: bool
+) -> None:
     for number in range(30):
         generator = torch.Generator().manual_seed(number)
-        owner = torch.randint(0, samples, (2 * samples,), generator=generator)
-        regular = [SampleLayout(samples, 0, stride).owner(2 * samples) for stride in (1, 2)]
         gradient = draw(2 * samples, 3)
+        shape = gradient.shape if elements else (len(gradient), 1)
+        owner = torch.randint(0, samples, shape, generator=generator).expand(gradient.shape)
+        if silent:
+            gradient[torch.randint(0, 2, gradient.shape, generator=generator).bool()] = 0.0
         found = find_owners(
-            lambda weights, g=gradient, o=owner: [[g * weights[o].unsqueeze(1)]],
-            [Site([1])],
+            lambda weights, g=gradient, o=owner: [[g * weights[o]]],
+            [Site([2 if elements else 1], elements=elements)],
             samples,
             gradient,
             {torch.float64},
         )
-        assert (found.layouts[0] is not None) == any(torch.equal(owner, each) for each in regular)
+        (chosen,) = found.owners
+        if not gradient.any():
+            continue
+        told = element_owners(chosen, gradient.shape)
+        assert torch.equal(told[gradient != 0], owner[gradient != 0])
+        if isinstance(chosen, OwnerMap):
+            row_by_row = chosen.owner.shape[1] == 1
+            loud = (gradient != 0).any(1, keepdim=True) if row_by_row else gradient != 0
+            assert torch.equal(chosen.owner >= 0, loud)
+        torch.testing.assert_close(found.gradients[0][0], gradient, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("elements", [False, True])
+@pytest.mark.parametrize("samples", [2, 3, 6])
+def test_an_element_that_two_samples_share_belongs_to_nobody(samples: int, elements: bool) -> None:
+    for number in range(30):
+        generator = torch.Generator().manual_seed(number)
+        gradient, other = draw(2 * samples, 3), draw(2 * samples, 3)
+        owner = torch.randint(
+            0, samples, gradient.shape if elements else (len(gradient), 1), generator=generator
+        )
+        row, column = int(torch.randint(0, 2 * samples, (), generator=generator)), number % 3
+        second = (owner[row, column if elements else 0] + 1) % samples
+
+        def gradients(
+            weights: Tensor, g=gradient, o=owner, at=(row, column), s=second, h=other
+        ) -> list[list[Tensor]]:
+            result = g * weights[o]
+            result[at] += h[at] * weights[s]
+            return [[result]]
+
+        site = Site([2 if elements else 1], elements=elements)
+        found = find_owners(gradients, [site], samples, gradient, {torch.float64})
+        assert found.owners == [None]

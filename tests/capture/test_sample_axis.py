@@ -98,12 +98,12 @@ def positional(samples: int, positions: int, ids: Tensor) -> tuple[nn.Module, Te
 
 @pytest.mark.parametrize("with_axis", [False, True], ids=["arange(T)", "[1, T]"])
 @pytest.mark.parametrize(("samples", "positions"), [(3, 3), (3, 4), (4, 2), (2, 4), (2, 2)])
-def test_a_positional_table_shared_by_all_samples_is_refused(
+def test_a_positional_table_shared_by_all_samples_is_right(
     samples: int, positions: int, with_axis: bool
 ) -> None:
     ids = torch.arange(positions)
     model, x = positional(samples, positions, ids.unsqueeze(0) if with_axis else ids)
-    assert_refused(model, lambda: sum_of_squares(model(x)), CoupledSamples, "table")
+    assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
 
 
 def test_a_positional_table_of_one_sample_is_right() -> None:
@@ -119,9 +119,7 @@ def test_positions_expanded_to_the_batch_are_right() -> None:
 def test_a_positional_table_that_only_one_sample_is_alive_for_is_not_credited_to_others() -> None:
     model, x = positional(3, 3, torch.arange(3))
     weights = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
-    assert_refused(
-        model, lambda: sum_of_squares(model(x)) * weights, CoupledSamples, "table", ways=("backward",)
-    )
+    assert_right_both_ways(model, lambda: sum_of_squares(model(x)) * weights)
 
 
 @pytest.mark.parametrize(
@@ -130,17 +128,14 @@ def test_a_positional_table_that_only_one_sample_is_alive_for_is_not_credited_to
         lambda h: h - h.mean(0),
         lambda h: h.cumsum(0),
         lambda h: h + h.flip(0),
-        lambda h: h.roll(1, 0),
         lambda h: torch.softmax(h, 0),
         lambda h: h @ h.T @ h,
         lambda h: torch.nn.functional.batch_norm(h, None, None, training=True),
-        lambda h: h[torch.tensor([2, 0, 1, 3])],
-        lambda h: h.sort(0).values,
         lambda h: h + 1e-9 * h.sum(),
         lambda h: h / h.norm(),
         lambda h: torch.cat([h[:1], h[1:] * h[:1]]),
     ],
-    ids="centre cumsum flip roll softmax attention norm shuffle sort faint global_norm anchor".split(),  # noqa: SIM905
+    ids="centre cumsum flip softmax attention norm faint global_norm anchor".split(),  # noqa: SIM905
 )
 @pytest.mark.parametrize("samples", [4])
 def test_samples_that_mix_are_refused_by_the_layer_where_they_do(mix, samples: int) -> None:
@@ -149,6 +144,33 @@ def test_samples_that_mix_are_refused_by_the_layer_where_they_do(mix, samples: i
     )
     x = draw(samples, 3)
     assert_refused(model, lambda: sum_of_squares(model(x)), CoupledSamples, "before")
+
+
+@pytest.mark.parametrize("parameters", [None, "second.*"])
+@pytest.mark.parametrize("leaf", [False, True])
+def test_samples_that_mix_are_refused_whatever_needs_a_gradient(leaf: bool, parameters: str | None) -> None:
+    model = wired(
+        lambda self, x: (h := self.second(torch.tanh(self.first(x)))) - h.mean(0),
+        first=nn.Linear(3, 3),
+        second=nn.Linear(3, 2),
+    )
+    x = draw(4, 3).requires_grad_(leaf)
+    with pytest.raises(CoupledSamples, match="4 samples"):
+        gradbatch.per_sample_grads(model, sum_of_squares(model(x)), parameters=parameters)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda h: h.roll(1, 0), lambda h: h[torch.tensor([2, 0, 1, 3])], lambda h: h.sort(0).values],
+    ids=["roll", "shuffle", "sort"],
+)
+@pytest.mark.filterwarnings("ignore::gradbatch.SlowPathWarning")
+def test_rows_that_change_places_belong_to_the_sample_whose_loss_reads_them(change) -> None:
+    model = wired(
+        lambda self, x: self.after(change(self.before(x))), before=nn.Linear(3, 4), after=nn.Linear(4, 2)
+    )
+    x = draw(4, 3)
+    assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -166,16 +188,17 @@ def test_a_statistic_of_the_batch_that_is_detached_is_a_constant() -> None:
     assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
 
 
-def test_samples_on_a_feature_axis_are_refused() -> None:
+@pytest.mark.filterwarnings("ignore::gradbatch.SlowPathWarning")
+def test_samples_on_a_feature_axis_are_right() -> None:
     model = wired(lambda self, x: self.layer(x.T).T, layer=nn.Linear(4, 4))
     x = draw(4, 4)
-    assert_refused(model, lambda: sum_of_squares(model(x)), CoupledSamples, "layer")
+    assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
 
 
-def test_a_loop_over_samples_is_refused() -> None:
+def test_a_loop_over_samples_is_right() -> None:
     model = wired(lambda self, x: torch.cat([self.layer(part) for part in x.split(1)]), layer=nn.Linear(3, 2))
     x = draw(4, 3)
-    assert_refused(model, lambda: sum_of_squares(model(x)), CoupledSamples, "layer")
+    assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
 
 
 def test_several_rows_a_loss_belong_to_one_sample() -> None:

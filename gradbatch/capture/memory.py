@@ -1,0 +1,106 @@
+"""Remember where the samples lie, so that a training loop need not measure it in every step.
+
+What was measured is kept by the structure of the graph and the shapes in it, and trusted once two batches agree; only
+regular layouts are, which do not depend on the data, and only where no other layout would have explained the gradients.
+Now and then all is measured again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from gradbatch.capture.layouts import OwnerMap
+from gradbatch.errors import StaleCapture
+from gradbatch.rules import RowLayout, SampleLayout
+
+Verdict = SampleLayout | RowLayout | OwnerMap | None
+"""Where the samples lie; ``None`` if some element belongs to several."""
+
+BATCHES = 2
+STEPS = 64
+GRAPHS = 16
+
+
+@dataclass
+class Known:
+    """What is known of graphs of one structure.
+
+    Args:
+        verdicts: regular layouts, or ``None`` for shared by several, by place, with how many batches have agreed.
+        steps: how often it was relied on since all was measured.
+    """
+
+    verdicts: dict[Hashable, tuple[SampleLayout | None, int]] = field(default_factory=dict)
+    steps: int = 0
+
+    def is_due(self) -> bool:
+        """Count a step, and say whether it is time to measure again."""
+        self.steps = (self.steps + 1) % STEPS
+        return self.steps == 0
+
+    def trusts(self, place: Hashable) -> bool:
+        """Whether enough batches agree on a place."""
+        return place in self.verdicts and self.verdicts[place][1] >= BATCHES
+
+    def store(self, measured: Mapping[Hashable, tuple[Verdict, bool]]) -> None:
+        """Note what was measured in this step.
+
+        Args:
+            measured: where the samples lie, and whether nothing else explains the gradients.
+
+        Raises:
+            StaleCapture: something else was relied on before.
+        """
+        for place, (verdict, certain) in measured.items():
+            known, count = self.verdicts.get(place, (verdict, 0))
+            if isinstance(verdict, (RowLayout, OwnerMap)):
+                self._contradict(place)
+            elif verdict is None or certain:
+                if verdict != known:
+                    self._contradict(place)
+                    count = 0
+                self.verdicts[place] = verdict, count + 1
+
+    def _contradict(self, place: Hashable) -> None:
+        known, count = self.verdicts.pop(place, (None, 0))
+        # That something is shared is relied on to look further up only, which is right in any case.
+        if count >= BATCHES and known is not None:
+            self.verdicts.clear()
+            raise StaleCapture(
+                "the samples lie elsewhere than in earlier batches, although the model carries out the same "
+                f"operations on the same shapes; results since the last check (at most {STEPS} steps ago) may be wrong"
+                ". Extend the model with remember=False, which measures in every step"
+            )
+
+
+class Memory:
+    """What is known of the graphs of one model."""
+
+    def __init__(self) -> None:
+        self._graphs: OrderedDict[Hashable, Known] = OrderedDict()
+
+    def of(self, structure: Hashable) -> Known:
+        """What is known of graphs of a structure; the least recently used ones are forgotten."""
+        known = self._graphs.setdefault(structure, Known())
+        self._graphs.move_to_end(structure)
+        while len(self._graphs) > GRAPHS:
+            self._graphs.popitem(last=False)
+        return known
+
+
+_memories: weakref.WeakKeyDictionary[nn.Module, Memory] = weakref.WeakKeyDictionary()
+
+
+def memory_of(model: nn.Module) -> Memory:
+    """The memory of a model, which goes with it."""
+    return _memories.setdefault(model, Memory())
+
+
+def forget(model: nn.Module) -> None:
+    """Forget everything about a model."""
+    _memories.pop(model, None)

@@ -1,0 +1,201 @@
+"""The node reader: a node of the autograd graph, read as a call of the function that it is the backward of.
+
+How a type of node is read stands in :mod:`gradbatch.capture.readings`. What is not described there, or what this
+version of torch does not show, is evaluated by calling the node itself on each sample's part of the output gradient:
+exact, local to that one operation, and slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradbatch.capture import graph
+from gradbatch.capture.layouts import OwnerMap, Owners
+from gradbatch.capture.readings import POINTWISE, READINGS, SHIFTS, Reading
+from gradbatch.errors import CoupledSamples, UnsupportedLayer
+from gradbatch.factors import Dense, PerSampleGrad
+from gradbatch.rules import Call, SampleLayout
+from gradbatch.rules.broadcast import summed_to, total_to
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A node whose output gradients are owned, and some of whose inputs are parameters or computed from them alone.
+
+    Args:
+        node: the node.
+        slots: places of those inputs in ``next_functions``.
+        owners: where the samples lie in the gradient of each output.
+        name: of the layer that it belongs to, for messages.
+    """
+
+    node: Node
+    slots: tuple[int, ...]
+    owners: Mapping[int, Owners]
+    name: str
+
+
+def contributions(
+    cut: Cut, gradients: Mapping[int, Tensor | None], samples: int
+) -> Iterator[tuple[int, PerSampleGrad | Tensor, str]]:
+    """What each sample's loss sends along the edges of a cut.
+
+    Args:
+        cut: the node.
+        gradients: of its outputs; ``None`` or missing where none arrived.
+        samples: ``N``.
+
+    Yields:
+        Slot, gradients with respect to that input, and the rule that they are due to; empty if the node was called.
+
+    Raises:
+        CoupledSamples: a normalisation over the batch.
+    """
+    arrived = {number: gradient for number, gradient in gradients.items() if gradient is not None}
+    if not arrived:
+        return
+    kind, left = graph.kind(cut.node), list(cut.slots)
+    if list(arrived) == [0]:
+        gradient, owners = arrived[0], cut.owners[0]
+        _refuse_batch_statistics(cut, owners)
+        for reading in READINGS.get(kind, ()):
+            slots = {slot: reading.slots[slot] for slot in left if slot in reading.slots}
+            call = _call(cut, slots, reading, gradient, owners) if slots else None
+            if call is not None:
+                by_name = dict(reading.rule(call))
+                for slot, name in slots.items():
+                    yield slot, by_name[name], reading.rule.__name__
+                    left.remove(slot)
+        for slot in list(left):
+            values = _pointwise(cut.node, slot, gradient)
+            if values is not None:
+                place = owners.owner if isinstance(owners, OwnerMap) else owners
+                shape = graph.input_shape(cut.node, slot)
+                yield (
+                    slot,
+                    wrapped(summed_to(values, place, samples, shape), cut.node, slot),
+                    summed_to.__name__,
+                )
+                left.remove(slot)
+    if left:
+        for slot, values in _called(cut, arrived, samples, left).items():
+            yield slot, wrapped(values, cut.node, slot), ""
+
+
+def _call(
+    cut: Cut, slots: Mapping[int, str], reading: Reading, gradient: Tensor, owners: Owners
+) -> Call | None:
+    """The call as a rule takes it; ``None`` if the reading does not describe it."""
+    node = cut.node
+    try:
+        if not reading.applies(node):
+            return None
+        shapes = {name: SimpleNamespace(shape=graph.input_shape(node, slot)) for slot, name in slots.items()}
+        settings = SimpleNamespace(**shapes, **reading.settings(node))
+        features = reading.features(settings, gradient.dim())
+        layout = reading.layout(owners, gradient.shape, features)
+        if layout is None:
+            return None
+        arguments = {name: tensor.detach() for name, tensor in reading.arguments(node).items()}
+    except AttributeError:
+        return None  # not shown by this version of torch
+    return Call(
+        module=settings,
+        name=cut.name,
+        args=tuple(arguments.values()),
+        kwargs={},
+        arguments=arguments,
+        raw_grad_output=gradient if reading.order is None else gradient.permute(*reading.order),
+        layout=layout,
+        feature_axes=features,
+        training=True,
+        needs=frozenset(slots.values()),
+    )
+
+
+def _pointwise(node: Node, slot: int, gradient: Tensor) -> Tensor | None:
+    """Contributions to an input, in the shape of the output; ``None`` if the node is not of that kind."""
+    kind = graph.kind(node)
+    if kind == "ExpandBackward":
+        return gradient
+    if kind in SHIFTS and slot == 0:
+        try:
+            return gradient * float(graph.saved(node, SHIFTS[kind]))
+        except AttributeError:
+            return None
+    if kind in POINTWISE:
+        values: Tensor | None = graph.apply(node, [gradient])[slot]
+        return values if values is not None and values.shape == gradient.shape else None
+    return None
+
+
+def _refuse_batch_statistics(cut: Cut, owners: Owners) -> None:
+    """A normalisation in training mode may normalise each channel over one sample (InstanceNorm), not over several."""
+    if graph.kind(cut.node) not in ("NativeBatchNormBackward", "CudnnBatchNormBackward"):
+        return
+    one_each = isinstance(owners, SampleLayout) and (owners.axis in (None, 1) or owners.samples == 1)
+    if graph.saved(cut.node, "training") and not one_each:
+        raise CoupledSamples(
+            f"{cut.name}: batch_norm normalises over the batch, so a sample's gradient depends on the other samples. "
+            "Use running statistics (training=False, layer.eval()), or group_norm instead"
+        )
+
+
+def _called(
+    cut: Cut, gradients: Mapping[int, Tensor], samples: int, slots: Sequence[int]
+) -> dict[int, Tensor]:
+    """Call the node on each sample's part of the output gradients, ``[N, *shape]`` by slot."""
+    if graph.kind(cut.node) == "EmbeddingBagBackward" and graph.saved(cut.node, "scale_grad_by_freq"):
+        raise UnsupportedLayer(
+            f"{cut.name}: embedding_bag with scale_grad_by_freq divides by how often an id occurs in the batch. Use "
+            "nn.EmbeddingBag, whose rule counts the sample's own ids"
+        )
+    count = len(graph.outputs(cut.node))
+    shapes = {slot: graph.input_shape(cut.node, slot) for slot in slots}
+    result: dict[int, Tensor] = {}
+    masks = {number: _element_owners(cut.owners[number], g) for number, g in gradients.items()}
+    present = sorted(set(torch.cat([mask.unique() for mask in masks.values()]).tolist()) - {-1})
+    for sample in present:
+        parts: list[Tensor | None] = [None] * count
+        for number, gradient in gradients.items():
+            parts[number] = torch.where(masks[number] == sample, gradient, torch.zeros_like(gradient))
+        found = graph.apply(cut.node, parts)
+        for slot in slots:
+            values = found[slot]
+            if values is None:
+                refuse_nothing(cut.node, cut.name)
+                continue
+            values = total_to(values.to_dense() if values.is_sparse else values, shapes[slot])
+            if slot not in result:
+                result[slot] = values.new_zeros(samples, *shapes[slot])
+            result[slot][sample] = values
+    return result
+
+
+def _element_owners(owners: Owners, gradient: Tensor) -> Tensor:
+    """Owner of each element, broadcastable to the gradient."""
+    if isinstance(owners, OwnerMap):
+        return owners.owner
+    if owners.axis is None:
+        return torch.zeros((), dtype=torch.long, device=gradient.device)
+    owner = owners.owner(gradient.shape[owners.axis]).to(gradient.device)
+    return owner.view(-1, *(1,) * (gradient.dim() - owners.axis - 1))
+
+
+def refuse_nothing(node: Node, name: str) -> None:
+    """Refuse a node that keeps back a gradient; only a Python ``Function`` may say so of an input by ``None``."""
+    if not graph.is_function(node):
+        raise UnsupportedLayer(f"{name}: {graph.kind(node)} returns no gradient when it is called by itself")
+
+
+def wrapped(values: Tensor, node: Node, slot: int) -> PerSampleGrad | Tensor:
+    """Values ``[N, *shape]`` as gradients of an input: those of a complex one are no per-sample gradients yet."""
+    if graph.is_complex(node, slot):
+        return values
+    return Dense(values.real if values.is_complex() else values)

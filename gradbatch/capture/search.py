@@ -1,0 +1,321 @@
+"""Explain every use of every parameter: by a call of a layer, by a node of the graph, or through the shared region.
+
+Calls that forward hooks recorded are tried first. What they leave open, and calls in whose outputs the samples cannot
+be told apart, is explained by the nodes that consume the parameter. A consumer whose output is shared by the samples
+joins the shared region, and its own consumers are asked instead, further and further up, until every edge that leads
+into a parameter or into the region comes from a node whose output gradients are owned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from gradbatch.capture import checks, graph, shared
+from gradbatch.capture.explanation import Explanation
+from gradbatch.capture.layouts import OwnerMap, Owners, Site
+from gradbatch.capture.memory import Memory, Verdict
+from gradbatch.capture.nodes import Cut
+from gradbatch.capture.owners import Differentiate, find_owners
+from gradbatch.capture.readings import READINGS
+from gradbatch.capture.undisturbed import readable, undisturbed
+from gradbatch.capture.uses import Names, Use, find_uses
+from gradbatch.rules import Layout, SampleLayout
+
+Place = tuple[Node, int]
+"""A node and the number of one of its outputs."""
+EDGES_AT_ONCE = 256
+
+
+def explain(
+    outputs: Sequence[Tensor],
+    cotangents: Callable[[Tensor], Sequence[Tensor]],
+    samples: int,
+    names: Names,
+    roots: Sequence[Tensor] = (),
+    earlier: Sequence[Explanation] = (),
+    memory: Memory | None = None,
+    probe: bool = False,
+) -> Explanation:
+    """Explain every use of every wanted parameter.
+
+    Args:
+        outputs: tensors that depend on them.
+        cotangents: from weights of the samples to cotangents of ``outputs``.
+        samples: ``N``; without any there is nothing to explain.
+        names: the wanted parameters.
+        roots: further tensors whose graph is explained, although nothing is known to flow into them.
+        earlier: explanations of forwards on whose results this one may be built.
+        memory: what earlier steps found out; ``None``: everything is measured.
+        probe: whether gradients are only wanted of what had to be measured.
+
+    Raises:
+        CoupledSamples: samples are not independent of each other.
+        UnsupportedLayer: a use that cannot be explained.
+        StaleCapture: a tensor was changed since the forward.
+    """
+    return _Search(outputs, cotangents, samples, names, [*outputs, *roots], earlier, memory).run(probe)
+
+
+class _Search:
+    """The state of :func:`explain`."""
+
+    def __init__(
+        self,
+        outputs: Sequence[Tensor],
+        cotangents: Callable[[Tensor], Sequence[Tensor]],
+        samples: int,
+        names: Names,
+        roots: Sequence[Tensor],
+        earlier: Sequence[Explanation],
+        memory: Memory | None,
+    ) -> None:
+        self.outputs, self.cotangents, self.samples, self.names = outputs, cotangents, samples, names
+        self.uses, self.walk = find_uses([graph.node_of(root) for root in roots], names)
+        self.known = {edge for explanation in earlier for edge in explanation.edges}
+        records = {use.record for explanation in earlier for use in explanation.uses}
+        self.uses = [use for use in self.uses if use.record not in records]
+        self.inner = {node for explanation in earlier for node in explanation.inner}
+        self.numbers: dict[Node, set[int]] = {}
+        for root in roots:
+            self.numbers.setdefault(graph.node_of(root), set()).add(root.output_nr)
+        self.relevant = self._relevant()
+        self.owners: dict[Place, Owners | None] = {}
+        self.gradients: dict[Place, Tensor | None] = {}
+        self.layouts: dict[Use, Layout | None] = {}
+        self.use_gradients: dict[Use, list[Tensor | None]] = {}
+        self.forced: set[Node] = set()
+        self.exponents: Tensor | None = None
+        self.measured: dict[Hashable, tuple[Verdict, bool]] = {}
+        self.places = {node: place for place, node in enumerate(self.walk.order())}
+        self.memory = None if memory is None else memory.of((samples, tuple(self.walk.structure)))
+
+    def _relevant(self) -> set[Node]:
+        """Nodes from which a wanted parameter is reached."""
+        found: set[Node] = set()
+        pending = list(self.walk.accumulators)
+        while pending:
+            node = pending.pop()
+            if node in found:
+                continue
+            found.add(node)
+            for consumer, slot in self.walk.consumers[node]:
+                self.numbers.setdefault(node, set()).add(consumer.next_functions[slot][1])
+                pending.append(consumer)
+        return found
+
+    # ---- the search
+
+    def run(self, probe: bool) -> Explanation:
+        """Ask, and let the region grow, until everything is owned."""
+        if not self.samples:
+            return self._empty()
+        recall = self.memory is not None and not self.memory.is_due()
+        rounds = 0
+        while True:
+            region, entries = self._region()
+            if recall and self._recall(entries):
+                continue
+            uses = [use for use in self.uses if use not in self.layouts]
+            asked = [node for node in entries if not self._is_tested(node)]
+            if not uses and not asked:
+                break
+            self._test(uses, self._with_consumers(asked, 2 * rounds))
+            self._drop(entries)
+            rounds += 1
+        cuts = [self._cut(node, slots) for node, slots in entries.items()]
+        order = shared.order_of(region)
+        checks.check_nodes([*order, *(cut.node for cut in cuts)], self.walk, self.names)
+        checks.check_earlier(
+            self.inner, self.known.union(*(use.edges for use in self.uses)), self.walk, self.names
+        )
+        checks.check_calls(self.uses)
+        checks.check_region(order, self.samples, self.walk, self.names)
+        if self.memory is not None:
+            self.memory.store(self.measured)
+        if not probe:
+            self._differentiate_rest(cuts)
+        return Explanation(
+            self.uses,
+            [layout for use in self.uses if (layout := self.layouts[use]) is not None],
+            cuts,
+            order,
+            [self.use_gradients.get(use) for use in self.uses],
+            [self._gradients_of(cut) for cut in cuts],
+            self.walk,
+        )
+
+    def _recall(self, entries: Mapping[Node, Sequence[int]]) -> bool:
+        """Take over what earlier steps found; whether the region changes by it."""
+        assert self.memory is not None
+        for use in self.uses:
+            if use not in self.layouts and self.memory.trusts(key := self._key_of_use(use)):
+                self.layouts[use] = self.memory.verdicts[key][0]
+        for place in [(node, number) for node in entries for number in self._outputs(node)]:
+            if place not in self.owners and self.memory.trusts(key := self._key(place)):
+                self.owners[place] = self.memory.verdicts[key][0]
+        return self._drop(entries)
+
+    def _drop(self, entries: Mapping[Node, Sequence[int]]) -> bool:
+        """Leave calls to the node reader in which samples share elements, and grow the region by such nodes."""
+        before = len(self.uses), len(self.forced)
+        self.uses = [use for use in self.uses if self.layouts.get(use, self) is not None]
+        self._force([node for node in entries if self._is_tested(node) and self._is_mixed(node)])
+        return (len(self.uses), len(self.forced)) != before
+
+    def _key(self, place: Place) -> Hashable:
+        node, number = place
+        return self.places[node], number, graph.outputs(node)[number][0]
+
+    def _key_of_use(self, use: Use) -> Hashable:
+        nodes = tuple(self.places[node] for node, _ in use.anchors)
+        return nodes, use.record.module_type, tuple((anchor.index, anchor.shape) for _, anchor in use.anchors)
+
+    def _gradients_of(self, cut: Cut) -> dict[int, Tensor | None] | None:
+        places = {number: (cut.node, number) for number in cut.owners}
+        if any(place not in self.gradients for place in places.values()):
+            return None
+        return {number: self.gradients[place] for number, place in places.items()}
+
+    def _differentiate_rest(self, cuts: Sequence[Cut]) -> None:
+        """Gradients at what was recalled rather than measured, in one pass."""
+        uses = [use for use in self.uses if use not in self.use_gradients]
+        nodes = [place for cut in cuts for n in cut.owners if (place := (cut.node, n)) not in self.gradients]
+        if not uses and not nodes:
+            return
+        differentiate = self._differentiate(uses, nodes)
+        with self._untouched(uses):
+            found = differentiate(torch.ones_like(self.outputs[0].detach()))
+        self.use_gradients.update((use, list(gradients)) for use, gradients in zip(uses, found, strict=False))
+        self.gradients.update((place, g[0]) for place, g in zip(nodes, found[len(uses) :], strict=True))
+
+    def _empty(self) -> Explanation:
+        """Without samples nothing can be measured, and nothing needs to be."""
+        region, entries = self._region()
+        cuts = [
+            Cut(node, tuple(slots), {}, checks.layer_of(node, self.walk, self.names))
+            for node, slots in entries.items()
+        ]
+        gradients: list[list[Tensor | None]] = [[None] * len(use.anchors) for use in self.uses]
+        layouts = [SampleLayout(0) for _ in self.uses]
+        order = shared.order_of(region)
+        return Explanation(self.uses, [*layouts], cuts, order, [*gradients], [{} for _ in cuts], self.walk)
+
+    def _cut(self, node: Node, slots: Sequence[int]) -> Cut:
+        owners = {n: found for n in self._outputs(node) if (found := self.owners[node, n]) is not None}
+        return Cut(node, tuple(slots), owners, checks.layer_of(node, self.walk, self.names))
+
+    def _region(self) -> tuple[set[Node], dict[Node, list[int]]]:
+        """The shared region as far as it is known, and the nodes outside that consume a parameter or a value of it."""
+        claimed = set(self.known).union(*(use.edges for use in self.uses))
+        region = set(self.forced)
+        certain = region | self.walk.accumulators.keys()
+        entries: dict[Node, list[int]] = {}
+        pending: list[Node] = [*self.walk.accumulators, *region]
+        visited: set[Node] = set()
+        while pending:
+            node = pending.pop()
+            if node in visited:
+                continue
+            visited.add(node)
+            for edge in self.walk.consumers[node]:
+                consumer, slot = edge
+                if edge in claimed or consumer in region:
+                    continue
+                entries.setdefault(consumer, []).append(slot)
+                if self.samples > 1 and shared.grows_by_structure(consumer, certain):
+                    region.add(consumer)
+                    certain.add(consumer)
+                    pending.append(consumer)
+        return region, {node: sorted(set(slots)) for node, slots in entries.items() if node not in region}
+
+    def _outputs(self, node: Node) -> list[int]:
+        return sorted(self.numbers.get(node, ()))
+
+    def _is_tested(self, node: Node) -> bool:
+        return all((node, number) in self.owners for number in self._outputs(node))
+
+    def _is_mixed(self, node: Node) -> bool:
+        return any(self.owners[node, number] is None for number in self._outputs(node))
+
+    def _with_consumers(self, nodes: Sequence[Node], levels: int) -> list[Node]:
+        """Nodes, and those above them that may be asked next: a pass costs the same for many as for one."""
+        found, level = dict.fromkeys(nodes), list(nodes)
+        for _ in range(levels):
+            level = [consumer for node in level for consumer, _ in self.walk.consumers[node]]
+            level = [node for node in dict.fromkeys(level) if node not in found and not self._is_tested(node)]
+            if len(found) + len(level) > EDGES_AT_ONCE:
+                break
+            found.update(dict.fromkeys(level))
+        return list(found)
+
+    def _test(self, uses: Sequence[Use], nodes: Sequence[Node]) -> None:
+        """Measure who owns the outputs of calls and nodes."""
+        places = [(node, number) for node in nodes for number in self._outputs(node)]
+        sites = [use.site for use in uses] + [_site(node, number) for node, number in places]
+        every = {place for use in uses for place in use.places}.union(places)
+        dtypes = {graph.outputs(node)[number][1] for node, number in every}
+        like = self.outputs[0].detach()
+        with self._untouched(uses):
+            differentiate = self._differentiate(uses, places)
+            found = find_owners(differentiate, sites, self.samples, like, dtypes, self.exponents)
+        self.exponents = found.exponents
+        results = list(zip(found.owners, found.certain, found.gradients, strict=True))
+        for use, (owners, certain, gradients) in zip(uses, results, strict=False):
+            self.layouts[use] = layout = _layout_of(use, owners)
+            self.use_gradients[use] = list(gradients)
+            self.measured[self._key_of_use(use)] = layout, certain
+        for place, (owners, certain, gradients) in zip(places, results[len(uses) :], strict=True):
+            self.owners[place], self.gradients[place] = owners, gradients[0]
+            self.measured[self._key(place)] = owners, certain
+
+    def _differentiate(self, uses: Sequence[Use], places: Sequence[Place]) -> Differentiate:
+        """A pruned backward pass to the outputs of calls and nodes."""
+        edges = list(dict.fromkeys([*(place for use in uses for place in use.places), *places]))
+
+        def differentiate(weights: Tensor) -> list[list[Tensor | None]]:
+            ends = [GradientEdge(*edge) for edge in edges]
+            found = graph.differentiate(self.outputs, self.cotangents(weights), ends)
+            arrived = {edge: _strided(g) for edge, g in zip(edges, found, strict=True)}
+            of_uses = [[use.output_gradient(i, arrived[p]) for i, p in enumerate(use.places)] for use in uses]
+            return of_uses + [[arrived[place]] for place in places]
+
+        return differentiate
+
+    @contextmanager
+    def _untouched(self, uses: Sequence[Use]) -> Iterator[None]:
+        """Passes in here change nothing of the user's, and say in words of ours that the graph is gone."""
+        adjacent = [t for use in uses for reference in use.record.adjacent if (t := reference()) is not None]
+        with undisturbed([*self.outputs, *adjacent], self.names), readable("the model's graph"):
+            yield
+
+    def _force(self, mixed: Sequence[Node]) -> None:
+        """Take shared nodes into the region, with everything below them that leads to a parameter."""
+        pending = list(mixed)
+        while pending:
+            node = pending.pop()
+            if node in self.forced or node in self.walk.accumulators:
+                continue
+            self.forced.add(node)
+            pending += [
+                below for below, _ in node.next_functions if below is not None and below in self.relevant
+            ]
+        self.uses = [use for use in self.uses if not any(node in self.forced for node, _ in use.places)]
+
+
+def _site(node: Node, number: int) -> Site:
+    shape = graph.outputs(node)[number][0]
+    rows = 1 if graph.kind(node) in READINGS else len(shape)
+    return Site([len(shape)], min(rows, len(shape)), elements=True)
+
+
+def _layout_of(use: Use, owners: Owners | None) -> Layout | None:
+    return owners.rows(use.site.rows) if isinstance(owners, OwnerMap) else owners
+
+
+def _strided(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient

@@ -1,0 +1,55 @@
+"""Broadcasting: what an operation contributes element by element, summed over the elements of each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradbatch.rules.axes import total
+from gradbatch.rules.call import SampleLayout
+
+
+def summed_to(values: Tensor, owners: SampleLayout | Tensor, samples: int, shape: Sequence[int]) -> Tensor:
+    """Sum each sample's elements to a shape that broadcasts to that of ``values``, ``[N, *shape]``.
+
+    Args:
+        values: contributions, in the shape of the operation's output.
+        owners: where the samples lie in it: a layout, or the owner of each element (-1: nobody), broadcastable.
+        samples: ``N``.
+        shape: of the operand.
+
+    Edge cases: an operand that has the sample axis itself gets zeros in the rows of the other samples.
+    """
+    if isinstance(owners, Tensor):
+        return torch.stack(
+            [
+                total_to(torch.where(owners == sample, values, torch.zeros_like(values)), shape)
+                for sample in range(samples)
+            ]
+        )
+    if owners.axis is None:
+        return total_to(values, shape).unsqueeze(0)
+    axis, missing = owners.axis, values.dim() - len(shape)
+    if axis >= missing and shape[axis - missing] != 1:
+        owner = owners.owner(values.shape[axis]).to(values.device)
+        owner = owner.view(-1, *(1,) * (values.dim() - axis - 1))
+        return summed_to(values, owner, samples, shape)
+    first = owners.sample_first(values)
+    if first.dim() == values.dim():
+        first = first.unsqueeze(axis + 1)
+    # The sample axis is in front and its rows where it was, so the axes are those of the operand, one further on.
+    axes = [
+        a for a in range(values.dim()) if a < missing or (shape[a - missing] == 1 and first.shape[a + 1] != 1)
+    ]
+    return total(first, tuple(a + 1 for a in axes)).reshape(samples, *shape)
+
+
+def total_to(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Sum to a shape that broadcasts to that of ``values``, in at least float32."""
+    missing = values.dim() - len(shape)
+    axes = [
+        a for a in range(values.dim()) if a < missing or (shape[a - missing] == 1 and values.shape[a] != 1)
+    ]
+    return total(values, tuple(axes)).reshape(tuple(shape))
