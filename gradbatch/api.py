@@ -96,6 +96,8 @@ def backward(
     parameters: str | Iterable[str] | None = None,
     attach: bool = False,
     retain_graph: bool = False,
+    sample_ids: Tensor | None = None,
+    samples_coupled: Literal["refuse", "allow"] = "refuse",
     planner: Planner | None = None,
 ) -> Results:
     """Compute quantities of the per-sample gradients of a vector of losses.
@@ -109,6 +111,10 @@ def backward(
         parameters: name pattern or patterns (``"head.*"``) of the parameters to compute quantities of.
         attach: also set each result as an attribute of its parameter, under the quantity's name.
         retain_graph: keep the graph for a further backward pass; without ``reduction`` it is always kept.
+        sample_ids: where a sample has several losses (packed sequences, nodes of graphs, records of a user), the sample
+            of each, ``[len(losses)]``, whole numbers from 0. The gradient of a sample is the sum over its losses.
+        samples_coupled: what to do where a sample's loss depends on others (statistics over the batch), or might.
+            ``"allow"``: take the gradient of each loss as it stands, which is no gradient of one sample alone.
         planner: budget and forced plans of the evaluation.
 
     Returns:
@@ -135,9 +141,9 @@ def backward(
     if reduction not in (None, "mean", "sum"):
         raise UsageError(f'reduction is {reduction!r}; it is "mean", "sum", or None to leave p.grad alone')
     _check_losses(losses)
-    selection = select(model, parameters)
+    selection = select(model, parameters, _allows(samples_coupled))
     _clear_attached(model)
-    grads = capture_losses(losses, selection.names, planner or Planner(), _memory(model)).grads
+    grads = capture_losses(losses, selection.names, planner or Planner(), _memory(model), sample_ids).grads
     results = Results()
     results.fill(_reduce(grads, quantities, selection))
     del grads
@@ -154,7 +160,11 @@ def backward(
 
 
 def per_sample_grads(
-    model: nn.Module, losses: Tensor, *, parameters: str | Iterable[str] | None = None
+    model: nn.Module,
+    losses: Tensor,
+    *,
+    parameters: str | Iterable[str] | None = None,
+    sample_ids: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The gradient of each sample's loss with respect to each parameter.
 
@@ -162,6 +172,7 @@ def per_sample_grads(
         model: an extended model.
         losses: ``[N]``, one loss a sample.
         parameters: name pattern or patterns of the wanted parameters.
+        sample_ids: the sample of each loss, where a sample has several, as for :func:`backward`.
 
     Returns:
         ``[N, *shape]`` by parameter name, in at least float32. ``p.grad`` stays as it is.
@@ -169,7 +180,8 @@ def per_sample_grads(
     Raises:
         GradBatchError: as :func:`backward`.
     """
-    return dict(backward(model, losses, BatchGrad(), parameters=parameters)[BatchGrad])
+    results = backward(model, losses, BatchGrad(), parameters=parameters, sample_ids=sample_ids)
+    return dict(results[BatchGrad])
 
 
 @contextmanager
@@ -179,6 +191,8 @@ def compute(
     loss_reduction: Reduction | None = None,
     parameters: str | Iterable[str] | None = None,
     attach: bool = False,
+    sample_ids: Tensor | None = None,
+    samples_coupled: Literal["refuse", "allow"] = "refuse",
     planner: Planner | None = None,
 ) -> Iterator[Results]:
     """Compute quantities from the user's own ``loss.backward()``.
@@ -195,6 +209,9 @@ def compute(
             that; with another normalisation (the mean over a varying number of tokens) use :func:`backward`.
         parameters: name pattern or patterns of the parameters to compute quantities of.
         attach: also set each result as an attribute of its parameter, under the quantity's name.
+        sample_ids: where a sample has several rows of the outputs, the sample of each row, whole numbers from 0;
+            the same for every forward in the context. ``"mean"`` is then the mean over rows.
+        samples_coupled: as for :func:`backward`.
         planner: budget and forced plans of the evaluation.
 
     Yields:
@@ -227,22 +244,24 @@ def compute(
         raise UsageError(
             "compute: already inside a compute context of this model; ask for all quantities at once"
         )
-    select(model, parameters)
+    coupled = _allows(samples_coupled)
+    select(model, parameters, coupled)
     _clear_attached(model)
     live = LiveCapture(
         model,
-        lambda: select(model, parameters).names,
+        lambda: select(model, parameters, coupled).names,
         _recorder(model).batch_dim,
         planner or Planner(),
         mean=loss_reduction == "mean",
         memory=_memory(model),
+        sample_ids=sample_ids,
     )
     results = Results()
     _watched.add(model)
     try:
         live.open()
         yield results
-        selection = select(model, parameters)
+        selection = select(model, parameters, coupled)
         results.fill(_reduce(live.results(), quantities, selection))
     finally:
         _watched.discard(model)
@@ -267,6 +286,12 @@ def _check_request(model: nn.Module, quantities: Sequence[Quantity]) -> None:
             raise UsageError(
                 f"a quantity is an instance of gradbatch.Quantity, not a {type(quantity).__name__}"
             )
+
+
+def _allows(samples_coupled: str) -> bool:
+    if samples_coupled not in ("refuse", "allow"):
+        raise UsageError(f'samples_coupled is {samples_coupled!r}; it is "refuse" or "allow"')
+    return samples_coupled == "allow"
 
 
 def _check_losses(losses: Tensor) -> None:

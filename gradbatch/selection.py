@@ -27,12 +27,13 @@ class Selection:
     aliases: Mapping[nn.Parameter, Sequence[str]]
 
 
-def select(model: nn.Module, patterns: str | Iterable[str] | None) -> Selection:
+def select(model: nn.Module, patterns: str | Iterable[str] | None, coupled: bool = False) -> Selection:
     """The trainable parameters whose names match, after refusing a model that couples its samples.
 
     Args:
         model: the model.
         patterns: name pattern or patterns; ``None``: all.
+        coupled: whether samples may depend on each other.
 
     Raises:
         CoupledSamples: a layer normalises over the batch, whether or not it has parameters of its own.
@@ -40,7 +41,7 @@ def select(model: nn.Module, patterns: str | Iterable[str] | None) -> Selection:
     """
     modules = {module: path for path, module in model.named_modules()}
     for module, path in modules.items():
-        if couples_samples(module):
+        if couples_samples(module) and not coupled:
             raise CoupledSamples(coupling_message(path, type(module)))
     wanted = None if patterns is None else [patterns] if isinstance(patterns, str) else list(patterns)
     aliases: dict[nn.Parameter, list[str]] = {}
@@ -75,4 +76,4 @@ def select(model: nn.Module, patterns: str | Iterable[str] | None) -> Selection:
                 f"{names[0]} is complex ({parameter.dtype}), which no layer rule is written for; freeze it, store real "
                 "and imaginary parts, or leave it out with parameters="
             )
-    return Selection(Names({p: names[0] for p, names in aliases.items()}, modules, owners), aliases)
+    return Selection(Names({p: names[0] for p, names in aliases.items()}, modules, owners, coupled), aliases)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 
 from torch.autograd.graph import Node
 
 from gradbatch.capture import graph, provenance
+from gradbatch.capture.nodes import Cut
+from gradbatch.capture.readings import POINTWISE
 from gradbatch.capture.uses import Names, Use, refuse_foreign_hooks
 from gradbatch.errors import CoupledSamples, UnsupportedLayer
+from gradbatch.rules import SampleLayout
 
 
 def check_nodes(nodes: Sequence[Node], walk: graph.Walk, names: Names) -> None:
@@ -66,11 +69,39 @@ def check_earlier(inner: Set[Node], edges: Set[graph.Edge], walk: graph.Walk, na
                 )
 
 
-def check_region(region: Sequence[Node], samples: int, walk: graph.Walk, names: Names) -> None:
+def check_statistics(cuts: Sequence[Cut]) -> None:
+    """Refuse a normalisation in training mode, unless it normalises each channel over one sample (InstanceNorm).
+
+    Raises:
+        CoupledSamples: it is over several samples.
+    """
+    for cut in cuts:
+        if graph.kind(cut.node) not in ("NativeBatchNormBackward", "CudnnBatchNormBackward"):
+            continue
+        owners = cut.owners.get(0)
+        one_each = isinstance(owners, SampleLayout) and (owners.axis in (None, 1) or owners.samples == 1)
+        try:
+            training = graph.saved(cut.node, "training")
+        except AttributeError as error:
+            raise UnsupportedLayer(
+                f"{cut.name}: this version of torch does not show `training` of {graph.kind(cut.node)}, which may "
+                "normalise over the batch"
+            ) from error
+        if training and not one_each:
+            raise CoupledSamples(
+                f"{cut.name}: batch_norm normalises over the batch, so a sample's gradient depends on the other "
+                "samples. Use running statistics (training=False, layer.eval()), or group_norm instead"
+            )
+
+
+def check_region(
+    region: Sequence[Node], cuts: Collection[Node], samples: int, walk: graph.Walk, names: Names
+) -> None:
     """Refuse a shared region that may depend on the samples.
 
     Args:
         region: its nodes, each before all that lies below it.
+        cuts: the nodes at its border.
         samples: ``N``.
         walk: the graph.
         names: the layers, with the parameters and buffers that are certain to be the model's own.
@@ -78,7 +109,7 @@ def check_region(region: Sequence[Node], samples: int, walk: graph.Walk, names: 
     Raises:
         CoupledSamples: it reads something that may be their data.
     """
-    if samples == 1 or not region:
+    if not region:
         return
     own = [
         tensor
@@ -86,15 +117,35 @@ def check_region(region: Sequence[Node], samples: int, walk: graph.Walk, names: 
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None
     ]
-    found = provenance.suspect(region, own, samples)
-    if found is not None:
-        node, reads = found
+    for found in provenance.suspicions(region, own, samples):
+        # Rows that are added or multiplied to each sample are a table of positions, whatever their number; rows that
+        # are compared with the samples may be those of other samples.
+        if found.counts and _is_broadcast(found.node, region, cuts, samples, walk):
+            continue
         raise CoupledSamples(
-            f"{layer_of(node, walk, names)}: the gradient of what {graph.kind(node)} computes does not belong to one "
-            f"of the {samples} samples each, and it reads {reads}, which may be data of theirs. Either samples are "
-            "coupled (a contrastive loss, statistics over the batch): keep every sample's rows apart up to the loss. "
-            "Or it is a constant: make it a buffer of the model"
+            f"{layer_of(found.node, walk, names)}: the gradient of what {graph.kind(found.node)} computes does not "
+            f"belong to one of the {samples} samples each, and it reads {found.reads}, which may be data of theirs. "
+            "Either samples are coupled (a contrastive loss, statistics over the batch): keep every sample's rows "
+            "apart up to the loss. Or it is a constant: make it a buffer of the model"
         )
+
+
+def _is_broadcast(
+    node: Node, region: Sequence[Node], cuts: Collection[Node], samples: int, walk: graph.Walk
+) -> bool:
+    """Whether what a node computes meets the samples element by element only, or has not one row a sample."""
+    if all(size != samples for size in graph.outputs(node)[0][0]):
+        return True
+    inside = set(region)
+    pending, visited = [node], {node}
+    for current in pending:
+        for consumer, _ in walk.consumers.get(current, ()):
+            if consumer in cuts and graph.kind(consumer) not in POINTWISE | {"ExpandBackward"}:
+                return False
+            if consumer in inside and consumer not in visited:
+                visited.add(consumer)
+                pending.append(consumer)
+    return True
 
 
 def layer_of(node: Node, walk: graph.Walk, names: Names) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gradbatch.capture.evaluate import Evaluation, Totals, zeros
 from gradbatch.capture.memory import Memory
+from gradbatch.capture.samples import samples_of
 from gradbatch.capture.search import explain
 from gradbatch.capture.uses import Names
 from gradbatch.errors import UsageError
@@ -23,22 +24,30 @@ class Captured:
     evaluations: list[Evaluation]
 
 
-def capture_losses(losses: Tensor, names: Names, planner: Planner, memory: Memory | None = None) -> Captured:
-    """Per-sample gradients of every wanted parameter, ``N = len(losses)``.
+def capture_losses(
+    losses: Tensor,
+    names: Names,
+    planner: Planner,
+    memory: Memory | None = None,
+    sample_ids: Tensor | None = None,
+) -> Captured:
+    """Per-sample gradients of every wanted parameter.
 
     Args:
-        losses: ``[N]``, with a graph.
+        losses: ``[rows]``, with a graph.
         names: the wanted parameters.
         planner: decides how the results will be evaluated.
         memory: where the samples lay in earlier steps.
+        sample_ids: the sample of each loss, ``[rows]``; ``None``: each is one.
 
     Raises:
         GradBatchError: see :mod:`gradbatch.capture.search`.
 
     Edge cases: a parameter that no loss depends on has zero gradients; the graph is kept.
     """
-    samples = len(losses)
-    found = explain([losses], lambda weights: [weights], samples, names, memory=memory)
+    of_rows = samples_of(len(losses), sample_ids)
+    found = explain([losses], lambda weights: [weights], of_rows, names, memory=memory)
+    samples = of_rows.count
     if not found.walk.accumulators:
         raise UsageError(
             "no loss depends on any of the model's trainable parameters; compute them from the model"

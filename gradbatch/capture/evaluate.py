@@ -113,8 +113,13 @@ class Totals:
         if first is None:
             return
         borrowed = {g.untyped_storage().data_ptr() for g in gradients.values() if g is not None}
-        with plain_arithmetic(first.device), readable(cut.name):
-            for slot, grad, rule in contributions(cut, gradients, self._samples):
+
+        def evaluate() -> list[tuple[int, PerSampleGrad | Tensor, str]]:
+            with plain_arithmetic(first.device):
+                return list(contributions(cut, gradients, self._samples))
+
+        with readable(cut.name):
+            for slot, grad, rule in graph.in_a_pass_of_its_own(evaluate):
                 if isinstance(grad, Dense) and grad.values.untyped_storage().data_ptr() in borrowed:
                     grad = Dense(grad.values.clone())
                 self._deliver(cut.node, slot, grad)
@@ -130,8 +135,12 @@ class Totals:
         def wanted(below: Node) -> bool:
             return below in self._accumulators or graph.accumulated_variable(below) is None
 
-        with plain_arithmetic(device), readable(graph.kind(node)):
-            for slot, grad in shared.pull_back(node, received, wanted):
+        def evaluate() -> list[tuple[int, PerSampleGrad | Tensor]]:
+            with plain_arithmetic(device):
+                return list(shared.pull_back(node, received, wanted))
+
+        with readable(graph.kind(node)):
+            for slot, grad in graph.in_a_pass_of_its_own(evaluate):
                 self._deliver(node, slot, grad)
 
     def _note(self, cut: Cut, slot: int, rule: str) -> None:

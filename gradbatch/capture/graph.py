@@ -26,6 +26,15 @@ def is_being_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
+def packs_saved_tensors() -> bool:
+    """Whether what autograd saves now is packed away: recomputed by activation checkpointing, or moved off the device.
+
+    Older torch does not tell; then it is taken not to be.
+    """
+    look = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return look is not None and look(False) is not None
+
+
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a ``torch.func`` transform (vmap, grad, …) is at work on the tensor."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
@@ -127,7 +136,8 @@ def in_a_pass_of_its_own(function: Callable[[], Result]) -> Result:
         start = torch.zeros((), requires_grad=True, device="cpu")
         end = start * 1
     end.register_hook(lambda _: results.append(function()))
-    torch.autograd.backward(end)
+    # Kept, or nodes that see to it themselves would let go of what they saved.
+    torch.autograd.backward(end, retain_graph=True)
     return results[0]
 
 

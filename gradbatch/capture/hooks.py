@@ -51,7 +51,9 @@ class ForwardRecorder:
         places[0][0].register_hook(_Release(record))
 
     def _foreign_hooks(self, module: nn.Module) -> str | None:
-        """Why the output that the hook was handed may not be the forward's own."""
+        """Why the record cannot stand for the call: then the nodes of the graph do."""
+        if graph.packs_saved_tensors():
+            return "its inputs are not to be kept, but computed or fetched again"
         if next(iter(module._forward_hooks.values()), None) is not self:
             return (
                 "a forward hook was put before gradbatch's; register it without prepend=True, or extend again"

@@ -33,8 +33,7 @@ class OwnerMap:
     """Samples that lie irregularly: the owner of each element.
 
     Args:
-        owner: the sample, int64; -1 where the gradient is zero. Of the gradient's shape, or with trailing axes of size
-            1 where all elements of a row belong to one sample.
+        owner: the sample, int64, of the gradient's shape; -1 where the gradient is zero.
         samples: ``N``.
     """
 
@@ -62,6 +61,7 @@ Owners = SampleLayout | OwnerMap
 # How many elements are looked at before a layout is tried on all, and how large they are, of the largest one.
 PIVOTS = 64
 PIVOTAL = 1e-3
+RESOLVED = 2.0**12
 
 
 def owners_of(
@@ -95,7 +95,7 @@ def _irregular(
         found = _decoded(gradients, axes, tags)
     if found is None:
         return None
-    return OwnerMap(found.squeeze(-1) if gradients[0].dim() > axes else found, samples)
+    return OwnerMap(found[..., 0] if gradients[0].dim() > axes else found, samples)
 
 
 def _decoded(gradients: Sequence[Tensor], lead: int, tags: Tags) -> Tensor | None:
@@ -126,7 +126,7 @@ def _decoded(gradients: Sequence[Tensor], lead: int, tags: Tags) -> Tensor | Non
             return None
     owner = owner.masked_fill(silent, -1)
     shape = gradients[0].shape
-    return owner.view(*shape[:lead], *(1,) * (len(shape) - lead))
+    return owner.view((*shape[:lead], *(1,) * (len(shape) - lead))).expand(shape)
 
 
 def _layout(
@@ -145,6 +145,8 @@ def _layout(
             continue
         if not all(_explains(layout, gradients, tags.exponents) for gradients in passes):
             continue
+        if unsure and not _tells_apart(layout, first):
+            return None, False  # all that is finite is one sample's, and so may the rest be
         if found is None:
             found = layout
             continue
@@ -161,7 +163,9 @@ def _pivots(gradients: Sequence[Tensor], tags: Tags) -> tuple[Tensor, Tensor]:
     width = max(1, len(size) // PIVOTS)
     chunks = size[: len(size) // width * width].view(-1, width)
     place = chunks.argmax(1) + torch.arange(len(chunks), device=plain.device) * width
-    place = place[size[place] > PIVOTAL * size.max()] if len(size) else place
+    if len(size):
+        # Next to the smallest numbers of the dtype a ratio says nothing.
+        place = place[size[place] > max(PIVOTAL * float(size.max()), RESOLVED * resolution(size.dtype))]
     ratios = [up.reshape(-1)[place] / plain[place] for up in gradients[1::2]]
     owner = tags.sample([_exponent(ratio) for ratio in ratios])
     return place[owner >= 0], owner[owner >= 0]
@@ -178,6 +182,12 @@ def _owns(layout: SampleLayout, shape: torch.Size, place: Tensor, owner: Tensor)
         return True
     row = place // math.prod(shape[layout.axis + 1 :]) % shape[layout.axis]
     return torch.equal(row // layout.stride % layout.samples, owner)
+
+
+def _tells_apart(layout: SampleLayout, gradients: Sequence[Tensor]) -> bool:
+    """Whether finite elements of at least two samples were seen, by which the owner of the others can be told."""
+    alive = [by_sample(layout, torch.where(g.isfinite(), g, 0)).any(1) for g in gradients]
+    return layout.samples == 1 or int(torch.stack(alive).any(0).sum()) > 1
 
 
 def _owners(layout: SampleLayout, mask: Tensor) -> Tensor:

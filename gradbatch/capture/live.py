@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from gradbatch.capture import graph
 from gradbatch.capture.arrivals import Arrivals
+from gradbatch.capture.checks import layer_of
 from gradbatch.capture.evaluate import zeros
 from gradbatch.capture.forward import Forward
 from gradbatch.capture.memory import Memory
 from gradbatch.capture.records import Record, tensors_in
+from gradbatch.capture.samples import samples_of
 from gradbatch.capture.search import explain
 from gradbatch.capture.uses import Names
 from gradbatch.errors import StaleCapture, UsageError
@@ -36,6 +38,7 @@ class LiveCapture:
         planner: decides how the results will be evaluated.
         mean: whether the user's loss is the mean over samples, rather than their sum.
         memory: where the samples lay in earlier steps.
+        sample_ids: the sample of each row of the outputs; ``None``: each is one.
     """
 
     def __init__(
@@ -46,9 +49,10 @@ class LiveCapture:
         planner: Planner,
         mean: bool,
         memory: Memory | None,
+        sample_ids: Tensor | None = None,
     ) -> None:
         self._model, self._names, self._batch_dim = model, names, batch_dim
-        self._planner, self._mean, self._memory = planner, mean, memory
+        self._planner, self._mean, self._memory, self._sample_ids = planner, mean, memory, sample_ids
         self._forwards: list[Forward] = []
         self._records: set[Record] = set()
         self._arrivals = Arrivals()
@@ -76,22 +80,25 @@ class LiveCapture:
         if not outputs or not torch.is_grad_enabled() or any(map(graph.is_transformed, outputs)):
             return
         names = self._names()
-        samples = self._count_samples(outputs, list(tensors_in((args, kwargs))))
-        by_sample = [tensor for tensor in outputs if self._rows(tensor) == samples]
-        random = [self._random(tensor) for tensor in by_sample]
+        rows = self._count_rows(outputs, list(tensors_in((args, kwargs))))
+        samples = samples_of(rows, self._sample_ids)
+        by_row = [tensor for tensor in outputs if self._rows(tensor) == rows]
+        random = [self._random(tensor) for tensor in by_row]
 
         def cotangents(weights: Tensor) -> list[Tensor]:
             return [r * weights.to(r).view(-1, *(1,) * (r.dim() - self._batch_dim - 1)) for r in random]
 
         # A forward on the result of an earlier one contains that one's calls.
         earlier = [forward.found for forward in self._forwards]
-        found = explain(by_sample, cotangents, samples, names, outputs, earlier, self._memory, probe=True)
-        forward = Forward(samples, found, names, self._planner, samples if self._mean else 1)
+        found = explain(
+            by_row, cotangents, samples, names, outputs, earlier, self._memory, True, self._batch_dim
+        )
+        forward = Forward(samples.count, found, names, self._planner, rows if self._mean else 1)
         self._forwards.append(forward)
         for use in found.uses:
             self._records.add(use.record)
             use.record.hold()
-        self._watch(forward, [t for t in outputs if self._rows(t) != samples])
+        self._watch(forward, [t for t in outputs if self._rows(t) != rows])
 
     def _random(self, tensor: Tensor) -> Tensor:
         # A generator of our own: the user's draws stay what they are without gradbatch.
@@ -101,22 +108,22 @@ class LiveCapture:
     def _rows(self, tensor: Tensor) -> int | None:
         return tensor.shape[self._batch_dim] if tensor.dim() > self._batch_dim else None
 
-    def _count_samples(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
-        samples = next((self._rows(tensor) for tensor in outputs if self._rows(tensor) is not None), None)
-        if samples is None:
+    def _count_rows(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
+        rows = next((self._rows(tensor) for tensor in outputs if self._rows(tensor) is not None), None)
+        if rows is None:
             raise UsageError(
                 f"the model returns {[list(t.shape) for t in outputs]}: no output has a batch axis "
                 f"{self._batch_dim}. Let it return one row a sample, or use "
                 "gradbatch.backward(model, losses, ...) with a vector of losses"
             )
-        rows = [self._rows(tensor) for tensor in inputs if self._rows(tensor) is not None]
-        if rows and samples not in rows:
+        given = [self._rows(tensor) for tensor in inputs if self._rows(tensor) is not None]
+        if self._sample_ids is None and given and rows not in given:
             raise UsageError(
-                f"the model's output has {samples} rows on axis {self._batch_dim}, its inputs have {rows}: what is a "
-                "sample? Use gradbatch.backward(model, losses, ...) with one loss a sample, or extend(model, "
-                "batch_dim=...)"
+                f"the model's output has {rows} rows on axis {self._batch_dim}, its inputs have {given}: what is a "
+                "sample? Use gradbatch.backward(model, losses, ...) with one loss a sample, extend(model, "
+                "batch_dim=...), or say with sample_ids= which sample each row belongs to"
             )
-        return samples
+        return rows
 
     # ---- hooks on the graph
 
@@ -136,11 +143,14 @@ class LiveCapture:
             # Not one row a sample: it may be used inside the forward, but not by the loss.
             node = graph.node_of(tensor)
             targets.add(node)
-            reasons[node] = f"an output of shape {tuple(tensor.shape)}, which is not one row a sample,"
+            reasons[node] = (
+                f"an output of shape {tuple(tensor.shape)}, not one row a sample (a loss computed inside?),"
+            )
         for target in {*targets, *walk.accumulators}:
             self._arrivals.expect(target, walk.consumers.get(target, []))
         for target in targets - walk.accumulators.keys():
-            self._arrivals.check_inside(target, reasons.get(target, target.name()))
+            inside = f"{layer_of(target, walk, names)}, in {target.name()},"
+            self._arrivals.check_inside(target, reasons.get(target, inside))
         # All parameters, also those that these calls do not use: nothing may arrive at them.
         for parameter, path in names.parameters.items():
             self._arrivals.check_leaf(parameter, path)
@@ -156,8 +166,9 @@ class LiveCapture:
         """
         if not self._forwards:
             raise UsageError(
-                "compute: the model was not called inside the context (or without gradients). Run model(input) and "
-                "loss.backward() inside the with block; to call parts of a model, use gradbatch.backward"
+                "compute: the model was not called inside the context (or without gradients, or compiled as a whole by "
+                "torch.compile, which calls no hooks). Run model(input) and loss.backward() inside the with block; to "
+                "call parts of a model, use gradbatch.backward"
             )
         if self._arrivals.violation is not None:
             raise self._arrivals.violation
@@ -222,7 +233,7 @@ class _ModelHook:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         capture = self._capture()
-        if capture is not None:
+        if capture is not None and not graph.is_being_traced():
             capture.after_forward(args, kwargs, output)
 
     def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:

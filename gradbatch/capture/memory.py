@@ -1,8 +1,8 @@
 """Remember where the samples lie, so that a training loop need not measure it in every step.
 
-What was measured is kept by the structure of the graph and the shapes in it, and trusted once two batches agree; only
-regular layouts are, which do not depend on the data, and only where no other layout would have explained the gradients.
-Now and then all is measured again.
+What was measured is kept by the structure of the graph and the shapes in it. It is trusted once two batches agree, and
+only where the operations alone say the same (see :mod:`gradbatch.capture.propagation`), since a layout may be regular
+by chance. Now and then all is measured again.
 """
 
 from __future__ import annotations
@@ -26,6 +26,23 @@ STEPS = 64
 GRAPHS = 16
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What was measured at a place.
+
+    Args:
+        verdict: where the samples lie.
+        only: whether nothing else explains the gradients.
+        follows: whether it follows from the operations alone.
+        relied: whether what was known before does, so that it would have been relied on.
+    """
+
+    verdict: Verdict
+    only: bool
+    follows: bool
+    relied: bool
+
+
 @dataclass
 class Known:
     """What is known of graphs of one structure.
@@ -47,35 +64,35 @@ class Known:
         """Whether enough batches agree on a place."""
         return place in self.verdicts and self.verdicts[place][1] >= BATCHES
 
-    def store(self, measured: Mapping[Hashable, tuple[Verdict, bool]]) -> None:
+    def store(self, measured: Mapping[Hashable, Measured]) -> None:
         """Note what was measured in this step.
 
         Args:
-            measured: where the samples lie, and whether nothing else explains the gradients.
+            measured: by place.
 
         Raises:
             StaleCapture: something else was relied on before.
         """
-        for place, (verdict, certain) in measured.items():
-            known, count = self.verdicts.get(place, (verdict, 0))
-            if isinstance(verdict, (RowLayout, OwnerMap)):
-                self._contradict(place)
-            elif verdict is None or certain:
-                if verdict != known:
-                    self._contradict(place)
-                    count = 0
-                self.verdicts[place] = verdict, count + 1
+        for place, found in measured.items():
+            known, count = self.verdicts.get(place, (None, 0))
+            differs = found.only or not isinstance(found.verdict, SampleLayout)
+            if count and found.verdict != known and differs:
+                del self.verdicts[place]
+                if found.relied and known is not None and count >= BATCHES:
+                    self._contradict()
+                count = 0
+            if found.verdict is None or (
+                isinstance(found.verdict, SampleLayout) and found.only and found.follows
+            ):
+                self.verdicts[place] = found.verdict, count + 1
 
-    def _contradict(self, place: Hashable) -> None:
-        known, count = self.verdicts.pop(place, (None, 0))
-        # That something is shared is relied on to look further up only, which is right in any case.
-        if count >= BATCHES and known is not None:
-            self.verdicts.clear()
-            raise StaleCapture(
-                "the samples lie elsewhere than in earlier batches, although the model carries out the same "
-                f"operations on the same shapes; results since the last check (at most {STEPS} steps ago) may be wrong"
-                ". Extend the model with remember=False, which measures in every step"
-            )
+    def _contradict(self) -> None:
+        self.verdicts.clear()
+        raise StaleCapture(
+            "the samples lie elsewhere than in earlier batches, although the model carries out the same operations on "
+            f"the same shapes; results since the last check (at most {STEPS} steps ago) may be wrong. Extend the model "
+            "with remember=False, which measures in every step"
+        )
 
 
 class Memory:

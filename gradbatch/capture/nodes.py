@@ -18,9 +18,9 @@ from torch.autograd.graph import Node
 from gradbatch.capture import graph
 from gradbatch.capture.layouts import OwnerMap, Owners
 from gradbatch.capture.readings import POINTWISE, READINGS, SHIFTS, Reading
-from gradbatch.errors import CoupledSamples, UnsupportedLayer
+from gradbatch.errors import UnsupportedLayer
 from gradbatch.factors import Dense, PerSampleGrad
-from gradbatch.rules import Call, SampleLayout
+from gradbatch.rules import Call
 from gradbatch.rules.broadcast import summed_to, total_to
 
 
@@ -53,9 +53,6 @@ def contributions(
 
     Yields:
         Slot, gradients with respect to that input, and the rule that they are due to; empty if the node was called.
-
-    Raises:
-        CoupledSamples: a normalisation over the batch.
     """
     arrived = {number: gradient for number, gradient in gradients.items() if gradient is not None}
     if not arrived:
@@ -63,7 +60,6 @@ def contributions(
     kind, left = graph.kind(cut.node), list(cut.slots)
     if list(arrived) == [0]:
         gradient, owners = arrived[0], cut.owners[0]
-        _refuse_batch_statistics(cut, owners)
         for reading in READINGS.get(kind, ()):
             slots = {slot: reading.slots[slot] for slot in left if slot in reading.slots}
             call = _call(cut, slots, reading, gradient, owners) if slots else None
@@ -105,6 +101,9 @@ def _call(
         arguments = {name: tensor.detach() for name, tensor in reading.arguments(node).items()}
     except AttributeError:
         return None  # not shown by this version of torch
+    # Rules are written for real numbers.
+    if not arguments or gradient.is_complex() or any(tensor.is_complex() for tensor in arguments.values()):
+        return None
     return Call(
         module=settings,
         name=cut.name,
@@ -135,27 +134,11 @@ def _pointwise(node: Node, slot: int, gradient: Tensor) -> Tensor | None:
     return None
 
 
-def _refuse_batch_statistics(cut: Cut, owners: Owners) -> None:
-    """A normalisation in training mode may normalise each channel over one sample (InstanceNorm), not over several."""
-    if graph.kind(cut.node) not in ("NativeBatchNormBackward", "CudnnBatchNormBackward"):
-        return
-    one_each = isinstance(owners, SampleLayout) and (owners.axis in (None, 1) or owners.samples == 1)
-    if graph.saved(cut.node, "training") and not one_each:
-        raise CoupledSamples(
-            f"{cut.name}: batch_norm normalises over the batch, so a sample's gradient depends on the other samples. "
-            "Use running statistics (training=False, layer.eval()), or group_norm instead"
-        )
-
-
 def _called(
     cut: Cut, gradients: Mapping[int, Tensor], samples: int, slots: Sequence[int]
 ) -> dict[int, Tensor]:
     """Call the node on each sample's part of the output gradients, ``[N, *shape]`` by slot."""
-    if graph.kind(cut.node) == "EmbeddingBagBackward" and graph.saved(cut.node, "scale_grad_by_freq"):
-        raise UnsupportedLayer(
-            f"{cut.name}: embedding_bag with scale_grad_by_freq divides by how often an id occurs in the batch. Use "
-            "nn.EmbeddingBag, whose rule counts the sample's own ids"
-        )
+    _refuse_counts_over_the_batch(cut)
     count = len(graph.outputs(cut.node))
     shapes = {slot: graph.input_shape(cut.node, slot) for slot in slots}
     result: dict[int, Tensor] = {}
@@ -169,13 +152,39 @@ def _called(
         for slot in slots:
             values = found[slot]
             if values is None:
-                refuse_nothing(cut.node, cut.name)
-                continue
+                continue  # zero
             values = total_to(values.to_dense() if values.is_sparse else values, shapes[slot])
             if slot not in result:
                 result[slot] = values.new_zeros(samples, *shapes[slot])
             result[slot][sample] = values
+    for values in result.values():
+        finite = values.flatten(1).isfinite().all(1)
+        if len(values) - int(finite.sum()) > 1:
+            raise UnsupportedLayer(
+                f"{cut.name}: several samples have non-finite gradients through {graph.kind(cut.node)}, which is "
+                "called on all of them at once, so that one may have made the others so. Leave non-finite samples out "
+                "of the batch, or teach the layer with @gradbatch.layer_rule"
+            )
     return result
+
+
+def _refuse_counts_over_the_batch(cut: Cut) -> None:
+    """Refuse embeddings that divide by how often an id occurs in the batch, not in the sample."""
+    if graph.kind(cut.node) not in ("EmbeddingBackward", "EmbeddingBagBackward"):
+        return
+    try:
+        counts = graph.saved(cut.node, "scale_grad_by_freq")
+    except AttributeError as error:
+        raise UnsupportedLayer(
+            f"{cut.name}: this version of torch does not show scale_grad_by_freq of {graph.kind(cut.node)}, which may "
+            "divide by how often an id occurs in the batch"
+        ) from error
+    if counts:
+        raise UnsupportedLayer(
+            f"{cut.name}: with scale_grad_by_freq, {graph.kind(cut.node)} divides by how often an id occurs in "
+            "the batch. Use nn.Embedding or nn.EmbeddingBag, whose rules count a sample's own ids, with the samples on "
+            "an axis"
+        )
 
 
 def _element_owners(owners: Owners, gradient: Tensor) -> Tensor:
@@ -186,12 +195,6 @@ def _element_owners(owners: Owners, gradient: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.long, device=gradient.device)
     owner = owners.owner(gradient.shape[owners.axis]).to(gradient.device)
     return owner.view(-1, *(1,) * (gradient.dim() - owners.axis - 1))
-
-
-def refuse_nothing(node: Node, name: str) -> None:
-    """Refuse a node that keeps back a gradient; only a Python ``Function`` may say so of an input by ``None``."""
-    if not graph.is_function(node):
-        raise UnsupportedLayer(f"{name}: {graph.kind(node)} returns no gradient when it is called by itself")
 
 
 def wrapped(values: Tensor, node: Node, slot: int) -> PerSampleGrad | Tensor:

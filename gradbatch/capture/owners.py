@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradbatch.capture.layouts import OwnerMap, Owners, Site, by_sample, owners_of
+from gradbatch.capture.layouts import RESOLVED, OwnerMap, Owners, Site, by_sample, owners_of
 from gradbatch.capture.tags import PRECISION, Tags, resolution
 from gradbatch.rules import SampleLayout
 
@@ -38,7 +38,6 @@ Differentiate = Callable[[Tensor], Gradients]
 # Samples whose largest gradients differ by more than this, or lie this close to the dtype's smallest number, are
 # brought to one size before a sum is trusted not to hide a quiet one.
 EQUALISED = 64.0
-RESOLVED = 2.0**12
 ATTEMPTS = 6
 
 
@@ -164,7 +163,7 @@ def _loudness(plain: Gradients, owners: Sequence[Owners | None], samples: int) -
             if isinstance(owner, SampleLayout):
                 sizes = _sizes(by_sample(owner, gradient)).to(result)
             else:
-                known = owner.owner.expand(gradient.shape).clamp_min(0).reshape(-1)
+                known = owner.owner.clamp_min(0).reshape(-1)
                 flat = gradient.abs().reshape(-1).to(torch.float64)
                 sizes = flat.new_zeros(samples).scatter_reduce_(0, known, flat, "amax").to(result)
             result = torch.maximum(result, sizes)

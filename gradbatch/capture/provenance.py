@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,55 +26,91 @@ SELECTING = frozenset(
     for name in "Max Min Median Nanmedian Mode Kthvalue Sort Topk Aminmax Cummax Cummin".split()  # noqa: SIM905
 )
 
+RESULTS = ("result", "output", "logsumexp", "rng_state", "unused", "philox", "mask")
 # These normalise what they are given, or change it in place.
 KEEPING = frozenset(
     {"NativeBatchNormBackward", "NativeLayerNormBackward", "NativeGroupNormBackward", "CopySlices"}
 )
 
 
-def suspect(region: Iterable[Node], own: Sequence[Tensor], samples: int) -> tuple[Node, str] | None:
-    """Look for an operation that may have brought the samples' data into a shared region.
+# These repeat what they are given, maybe once for each sample.
+COPYING = frozenset(
+    f"{name}Backward"
+    for name in "Expand Repeat RepeatInterleave Index IndexSelect Gather Embedding AsStrided Take".split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """An operation that may have brought in the samples' data.
+
+    Args:
+        node: the operation.
+        reads: what may be data, in words.
+        counts: whether it is a table looked up by numbers that go up evenly, such as positions, or the samples' own.
+    """
+
+    node: Node
+    reads: str
+    counts: bool = False
+
+
+def suspicions(region: Iterable[Node], own: Sequence[Tensor], samples: int) -> Iterator[Suspicion]:
+    """Look for operations that may have brought the samples' data into a shared region.
 
     Args:
         region: nodes taken for computed from parameters alone.
         own: the model's parameters and buffers.
         samples: ``N``.
 
-    Returns:
-        The first such operation, in the region or among what it was computed from, and what it reads; ``None`` if there
-        is none.
+    Yields:
+        Such operations, in the region or among what it was computed from.
     """
     storages = {tensor.untyped_storage().data_ptr() for tensor in own}
+    grown: dict[Node, bool] = {}
     pending = list(region)
     visited = set(pending)
     for node in pending:
-        reason = _reads(node, own, storages, samples)
-        if reason is not None:
-            return node, reason
+        leaf = graph.accumulated_variable(node)
+        if leaf is not None and leaf.untyped_storage().data_ptr() not in storages:
+            yield Suspicion(node, f"a leaf of shape {tuple(leaf.shape)} that is no parameter of the model")
+        elif leaf is None and graph.kind(node) not in UNARY and not _keeps_shape(node, samples, grown):
+            yield from _suspicions(node, own, storages, samples)
         # What needs a gradient of something else than the wanted parameters is no part of the region, but of this.
         below = {found for found, _ in node.next_functions if found is not None} - visited
         visited |= below
         pending += below
-    return None
 
 
-def _reads(node: Node, own: Sequence[Tensor], storages: Collection[int], samples: int) -> str | None:
-    """What a node reads that may be data; ``None`` if nothing."""
-    leaf = graph.accumulated_variable(node)
-    if leaf is not None:
-        mine = leaf.untyped_storage().data_ptr() in storages
-        return None if mine else f"a leaf of shape {tuple(leaf.shape)} that is no parameter of the model"
-    if graph.kind(node) in UNARY or _keeps_shape(node):
-        return None
+def _suspicions(
+    node: Node, own: Sequence[Tensor], storages: Collection[int], samples: int
+) -> Iterator[Suspicion]:
     constants = list(_constants(node))
     for constant in constants:
-        known = constant.untyped_storage().data_ptr() in storages
-        if not known and _may_hold_samples(constant, samples) and not _is_copy(constant, own):
-            return f"a tensor of shape {tuple(constant.shape)}"
-    unseen = any(below is None for below, _ in node.next_functions)
-    if not unseen or constants or _concatenates_own(node, own):
-        return None
-    return "an operand that it does not keep"
+        known = constant.untyped_storage().data_ptr() in storages or _is_copy(constant, own)
+        if not known and not bool((constant == constant.reshape(-1)[:1]).all()):
+            whole = not (constant.is_floating_point() or constant.is_complex())
+            yield Suspicion(
+                node, f"a tensor of shape {tuple(constant.shape)}", whole and _counts_positions(constant)
+            )
+    slots = node.next_functions[:2] if graph.kind(node) == "ConvolutionBackward" else node.next_functions
+    unseen = sum(below is None for below, _ in slots) - len(constants)
+    if unseen > 0 and not _concatenates_own(node, own):
+        yield Suspicion(node, "an operand that it does not keep")
+
+
+def _has_grown(node: Node, grown: dict[Node, bool]) -> bool:
+    """Whether a value was repeated on its way from the parameters, and so may have a row for each sample."""
+    pending = [node]
+    while pending:
+        current = pending[-1]
+        below = [found for found, _ in current.next_functions if found is not None]
+        missing = [found for found in below if found not in grown]
+        if graph.kind(current) in COPYING or not missing or current in grown:
+            grown[pending.pop()] = graph.kind(current) in COPYING or any(grown[found] for found in below)
+        else:
+            pending += missing
+    return grown[node]
 
 
 def _concatenates_own(node: Node, own: Sequence[Tensor]) -> bool:
@@ -97,16 +134,22 @@ def _is_copy(constant: Tensor, own: Sequence[Tensor]) -> bool:
     )
 
 
-def _keeps_shape(node: Node) -> bool:
+def _keeps_shape(node: Node, samples: int, grown: dict[Node, bool]) -> bool:
     """Whether the node acts element by element on something of its output's size, or keeps that size.
 
-    Samples cannot come in there, unless a parameter has as many rows as the batch.
+    Samples cannot come in there, unless a parameter has as many rows as the batch, or was repeated so often.
     """
     if graph.kind(node) not in POINTWISE | KEEPING:
         return False
-    size = math.prod(graph.outputs(node)[0][0])
-    inputs = [slot for slot, (below, _) in enumerate(node.next_functions) if below is not None]
-    return any(math.prod(graph.input_shape(node, slot)) == size for slot in inputs)
+    shape = graph.outputs(node)[0][0]
+    alike = [
+        below
+        for slot, (below, _) in enumerate(node.next_functions)
+        if below is not None and math.prod(graph.input_shape(node, slot)) == math.prod(shape)
+    ]
+    if all(size % samples for size in shape):
+        return bool(alike)
+    return any(not _has_grown(below, grown) for below in alike)
 
 
 def _constants(node: Node) -> Iterator[Tensor]:
@@ -121,25 +164,24 @@ def _constants(node: Node) -> Iterator[Tensor]:
 
 def _is_result(node: Node, name: str) -> bool:
     """Whether a node keeps under a name what it computed itself."""
-    return name.startswith("result") or (name == "indices" and graph.kind(node) in SELECTING)
-
-
-def _may_hold_samples(constant: Tensor, samples: int) -> bool:
-    """Whether a tensor could be data of ``N`` samples: by its shape, unless it counts positions."""
-    if all(size % samples for size in constant.shape):
-        return False
-    return constant.is_floating_point() or constant.is_complex() or not _counts_positions(constant)
+    return name.startswith(RESULTS) or (name == "indices" and graph.kind(node) in SELECTING)
 
 
 def _counts_positions(ids: Tensor) -> bool:
-    """Whether whole numbers go up in even steps along one axis, or depend on the distance from the diagonal alone."""
+    """Whether whole numbers go up in even steps along one axis, or depend on the distance of two positions alone."""
     ids = ids.squeeze()
     for axis in range(ids.dim()):
         line = ids.movedim(axis, -1).flatten(0, -2) if ids.dim() > 1 else ids.unsqueeze(0)
         steps = line[0].diff()
-        if bool((line == line[0]).all()) and bool((steps == steps[:1]).all()):
+        # Of two numbers any two are even.
+        even = bool((steps == steps[0]).all()) if len(steps) > 1 else line[0].tolist() in ([0], [0, 1])
+        if even and bool((line == line[0]).all()):
             return True
-    if ids.dim() < 2:
-        return ids.dim() == 0
+    if ids.dim() < 2 or min(ids.shape[-2:]) < 3:
+        return False
     tables = ids.flatten(0, -3) if ids.dim() > 2 else ids.unsqueeze(0)
-    return bool((tables == tables[0]).all()) and bool((tables[..., 1:, 1:] == tables[..., :-1, :-1]).all())
+    table = tables[0]
+    by_distance = bool((table[1:, 1:] == table[:-1, :-1]).all())
+    # Distances on two scales, as between queries and pooled keys.
+    by_sum = bool((table.diff(dim=0).diff(dim=1) == 0).all())
+    return (by_distance or by_sum) and bool((tables == table).all())

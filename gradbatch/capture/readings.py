@@ -26,9 +26,8 @@ from gradbatch.rules.normalisation import normalised_channels, normalised_featur
 # Operations element by element: an input gradient is the output gradient times numbers, until broadcasting is undone.
 POINTWISE = frozenset(
     f"{name}Backward"
-    for name in """Add Sub Rsub Mul Div Pow Where Lerp Addcmul Addcdiv Maximum Minimum PreluKernel ToCopy Clone Neg
-    Copy Copies MaskedFill Atan2 Hypot Fmod Remainder Xlogy Fmax Fmin Logaddexp Heaviside Mask
-    Contiguous""".split()  # noqa: SIM905
+    for name in """Add Sub Rsub Mul Div Pow Where Lerp Addcmul Addcdiv Maximum Minimum Clamp ClampMin ClampMax
+    PreluKernel ToCopy Clone Neg MaskedFill Atan2 Hypot Fmod Remainder Xlogy Fmax Fmin Logaddexp""".split()  # noqa: SIM905
 )
 # The added operand of a product, with the name of its factor.
 SHIFTS = {"AddmmBackward": "beta", "BaddbmmBackward": "beta", "AddmvBackward": "beta"}
@@ -41,7 +40,7 @@ class Reading:
     Args:
         rule: what the call is handed to.
         slots: what the rule calls the input gradients that it explains, by their place in ``next_functions``.
-        arguments: of the call, from the node; the first is the input.
+        arguments: of the call, from the node, the first is the input; none if the node is no such call after all.
         settings: what the rule reads of ``call.module``, from the node.
         features: trailing axes of the output that belong to the function, from the settings and the number of axes.
         order: of the output's axes before that, where the samples lie on other than leading ones.
@@ -117,11 +116,13 @@ def _products(kind: str, left: str, right: str, first: int, batched: bool) -> tu
 
 def _convolution_settings(node: Node) -> Mapping[str, Any]:
     names = ("stride", "padding", "dilation")
+    kernel = tuple(graph.saved(node, "weight").shape[2:])
     return {
-        "kernel_size": tuple(graph.saved(node, "weight").shape[2:]),
+        "kernel_size": kernel,
         "groups": graph.saved(node, "groups"),
         "padding_mode": "zeros",
-        **{name: tuple(graph.saved(node, name)) for name in names},
+        # One entry may stand for all dimensions.
+        **{name: (value := tuple(graph.saved(node, name))) * (len(kernel) // len(value)) for name in names},
     }
 
 
@@ -162,7 +163,11 @@ def _batch_norm(node: Node) -> Mapping[str, Tensor]:
         mean, scale = full(graph.saved(node, "result1")), full(graph.saved(node, "result2"))
     else:
         mean = full(graph.saved(node, "running_mean"))
-        scale = (full(graph.saved(node, "running_var")) + graph.saved(node, "eps")).rsqrt()
+        try:
+            eps = graph.saved(node, "eps")
+        except AttributeError:
+            eps = graph.saved(node, "epsilon")  # cuDNN's
+        scale = (full(graph.saved(node, "running_var")) + eps).rsqrt()
     channels = (-1, *(1,) * (input.dim() - 2))
     return {"input": (input - mean.view(channels)) * scale.view(channels)}
 
@@ -196,10 +201,17 @@ def _channel_norm(arguments: Callable[[Node], Mapping[str, Tensor]]) -> Reading:
     return Reading(normalised_channels, slots, arguments, _none, lambda _, dim: dim - 1)
 
 
-def _selected(name: str, applies: Callable[[Node], bool]) -> Reading:
+def _selected(name: str, applies: Callable[[Node], bool] = lambda _: True) -> Reading:
     def ids(node: Node) -> Mapping[str, Tensor]:
         index = graph.saved(node, name)
-        index = index[0] if isinstance(index, tuple) else index
+        if isinstance(index, tuple):
+            index, *others = index
+            if (
+                index is None
+                or index.dtype in (torch.bool, torch.uint8)
+                or any(other is not None for other in others)
+            ):
+                return {}
         rows = graph.input_shape(node, 0)[0]
         return {"input": torch.where(index < 0, index + rows, index)}
 
@@ -213,11 +225,6 @@ def _selected(name: str, applies: Callable[[Node], bool]) -> Reading:
     )
 
 
-def _indexes_first_axis(node: Node) -> bool:
-    first, *others = graph.saved(node, "indices")
-    return first is not None and first.dtype != torch.bool and all(index is None for index in others)
-
-
 READINGS: dict[str, tuple[Reading, ...]] = {
     "MmBackward": _products("Mm", "self", "mat2", 0, batched=False),
     "AddmmBackward": _products("Addmm", "mat1", "mat2", 1, batched=False),
@@ -228,7 +235,7 @@ READINGS: dict[str, tuple[Reading, ...]] = {
     ),
     "ConvolutionBackward": (_convolution(transposed=False), _convolution(transposed=True)),
     "EmbeddingBackward": (Reading(embedding, {0: "weight"}, _input("indices"), _embedding_settings, _one),),
-    "IndexBackward": (_selected("indices", _indexes_first_axis),),
+    "IndexBackward": (_selected("indices"),),
     "IndexSelectBackward": (_selected("index", lambda node: graph.saved(node, "dim") == 0),),
     "NativeLayerNormBackward": (_norm(_layer_norm, {1: "weight", 2: "bias"}),),
     "FusedRmsNormBackward": (_norm(_fused_rms_norm, {1: "weight"}),),

@@ -53,11 +53,16 @@ class Anchor:
         """Whether output and base are the same numbers in row-major order."""
         return _is_contiguous(self.shape, self.strides) and _is_contiguous(self.base_shape, self.base_strides)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the output is the tensor that the node computes."""
+        return (self.shape, self.strides) == (self.base_shape, self.base_strides)
+
     def of_output(self, gradient: Tensor) -> Tensor:
         """A gradient that arrived at the node, in the shape of the layer's output."""
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if (self.shape, self.strides) == (self.base_shape, self.base_strides):
+        if self.is_whole:
             return gradient
         if self.is_reshaped:
             return gradient.reshape(self.shape)
@@ -165,7 +170,8 @@ class Record:
                 self.input_nodes.add(edge[0])
             if id(tensor) in own:
                 self.refusal = "its own parameter is also its input"
-        self.args, self.kwargs = self._detach(args), self._detach(kwargs)
+        if self.refusal is None:
+            self.args, self.kwargs = self._detach(args), self._detach(kwargs)
         self._watched = [(name, t, _version(t)) for name, t in self._read_tensors(module)]
         outputs = outputs_of(output)
         if outputs:
@@ -242,7 +248,9 @@ class Record:
         """Refuse a layer whose parameters were replaced since the forward (:class:`StaleCapture`)."""
         module = self.module
         for attribute, parameter in self.parameters.items():
-            if module._parameters.get(attribute) is not parameter:
+            # Calls on computed tensors (functional_call) are none of the module's own.
+            computed = not (parameter.is_leaf and parameter.requires_grad)
+            if not computed and module._parameters.get(attribute) is not parameter:
                 raise StaleCapture(
                     f"{name}.{attribute} was replaced between forward and backward: its gradient belongs to the old "
                     "parameter. Run the forward again"

@@ -8,57 +8,63 @@ into a parameter or into the region comes from a node whose output gradients are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from gradbatch.capture import checks, graph, shared
 from gradbatch.capture.explanation import Explanation
 from gradbatch.capture.layouts import OwnerMap, Owners, Site
-from gradbatch.capture.memory import Memory, Verdict
+from gradbatch.capture.memory import Memory
 from gradbatch.capture.nodes import Cut
 from gradbatch.capture.owners import Differentiate, find_owners
+from gradbatch.capture.passes import Place, adjacent_tensors, pruned_pass
+from gradbatch.capture.propagation import Run
 from gradbatch.capture.readings import READINGS
-from gradbatch.capture.undisturbed import readable, undisturbed
+from gradbatch.capture.recollection import Recollection
+from gradbatch.capture.samples import Samples
+from gradbatch.capture.undisturbed import undisturbed
 from gradbatch.capture.uses import Names, Use, find_uses
 from gradbatch.rules import Layout, SampleLayout
 
-Place = tuple[Node, int]
-"""A node and the number of one of its outputs."""
 EDGES_AT_ONCE = 256
 
 
 def explain(
     outputs: Sequence[Tensor],
     cotangents: Callable[[Tensor], Sequence[Tensor]],
-    samples: int,
+    samples: Samples,
     names: Names,
     roots: Sequence[Tensor] = (),
     earlier: Sequence[Explanation] = (),
     memory: Memory | None = None,
     probe: bool = False,
+    batch_dim: int = 0,
 ) -> Explanation:
     """Explain every use of every wanted parameter.
 
     Args:
         outputs: tensors that depend on them.
-        cotangents: from weights of the samples to cotangents of ``outputs``.
-        samples: ``N``; without any there is nothing to explain.
+        cotangents: from weights of their rows to cotangents of ``outputs``.
+        samples: which sample each row belongs to; without any there is nothing to explain.
         names: the wanted parameters.
         roots: further tensors whose graph is explained, although nothing is known to flow into them.
         earlier: explanations of forwards on whose results this one may be built.
         memory: what earlier steps found out; ``None``: everything is measured.
         probe: whether gradients are only wanted of what had to be measured.
+        batch_dim: axis of the outputs that runs over rows.
 
     Raises:
         CoupledSamples: samples are not independent of each other.
         UnsupportedLayer: a use that cannot be explained.
         StaleCapture: a tensor was changed since the forward.
     """
-    return _Search(outputs, cotangents, samples, names, [*outputs, *roots], earlier, memory).run(probe)
+    return _Search(outputs, cotangents, samples, names, [*outputs, *roots], earlier, memory, batch_dim).run(
+        probe
+    )
 
 
 class _Search:
@@ -68,18 +74,21 @@ class _Search:
         self,
         outputs: Sequence[Tensor],
         cotangents: Callable[[Tensor], Sequence[Tensor]],
-        samples: int,
+        samples: Samples,
         names: Names,
         roots: Sequence[Tensor],
         earlier: Sequence[Explanation],
         memory: Memory | None,
+        batch_dim: int,
     ) -> None:
-        self.outputs, self.cotangents, self.samples, self.names = outputs, cotangents, samples, names
+        self.outputs, self.cotangents, self.samples, self.names = outputs, cotangents, samples.count, names
+        self.of_rows = samples.of_rows
         self.uses, self.walk = find_uses([graph.node_of(root) for root in roots], names)
         self.known = {edge for explanation in earlier for edge in explanation.edges}
         records = {use.record for explanation in earlier for use in explanation.uses}
         self.uses = [use for use in self.uses if use.record not in records]
         self.inner = {node for explanation in earlier for node in explanation.inner}
+        self.roots = {graph.node_of(root) for root in roots}
         self.numbers: dict[Node, set[int]] = {}
         for root in roots:
             self.numbers.setdefault(graph.node_of(root), set()).add(root.output_nr)
@@ -90,9 +99,18 @@ class _Search:
         self.use_gradients: dict[Use, list[Tensor | None]] = {}
         self.forced: set[Node] = set()
         self.exponents: Tensor | None = None
-        self.measured: dict[Hashable, tuple[Verdict, bool]] = {}
-        self.places = {node: place for place, node in enumerate(self.walk.order())}
-        self.memory = None if memory is None else memory.of((samples, tuple(self.walk.structure)))
+        self.recollection = self._recollection(memory, samples, batch_dim)
+
+    def _recollection(self, memory: Memory | None, samples: Samples, axis: int) -> Recollection | None:
+        if memory is None or samples.ids is not None or samples.count < 2:
+            return None
+        roots = {
+            (graph.node_of(output), output.output_nr): Run(
+                math.prod(output.shape[:axis]), math.prod(output.shape[axis + 1 :])
+            )
+            for output in self.outputs
+        }
+        return Recollection(memory, self.walk, samples.count, roots)
 
     def _relevant(self) -> set[Node]:
         """Nodes from which a wanted parameter is reached."""
@@ -114,29 +132,23 @@ class _Search:
         """Ask, and let the region grow, until everything is owned."""
         if not self.samples:
             return self._empty()
-        recall = self.memory is not None and not self.memory.is_due()
         rounds = 0
         while True:
             region, entries = self._region()
-            if recall and self._recall(entries):
+            self._recall(entries)
+            if self._drop(entries):
                 continue
             uses = [use for use in self.uses if use not in self.layouts]
             asked = [node for node in entries if not self._is_tested(node)]
             if not uses and not asked:
                 break
-            self._test(uses, self._with_consumers(asked, 2 * rounds))
-            self._drop(entries)
+            self._test(uses, self._with_consumers(asked, 2**rounds - 1))
             rounds += 1
         cuts = [self._cut(node, slots) for node, slots in entries.items()]
         order = shared.order_of(region)
-        checks.check_nodes([*order, *(cut.node for cut in cuts)], self.walk, self.names)
-        checks.check_earlier(
-            self.inner, self.known.union(*(use.edges for use in self.uses)), self.walk, self.names
-        )
-        checks.check_calls(self.uses)
-        checks.check_region(order, self.samples, self.walk, self.names)
-        if self.memory is not None:
-            self.memory.store(self.measured)
+        self._check(order, cuts)
+        if self.recollection is not None:
+            self.recollection.store()
         if not probe:
             self._differentiate_rest(cuts)
         return Explanation(
@@ -149,16 +161,26 @@ class _Search:
             self.walk,
         )
 
-    def _recall(self, entries: Mapping[Node, Sequence[int]]) -> bool:
-        """Take over what earlier steps found; whether the region changes by it."""
-        assert self.memory is not None
+    def _check(self, region: Sequence[Node], cuts: Sequence[Cut]) -> None:
+        """Refuse what is explained, but would be wrong."""
+        checks.check_nodes([*region, *(cut.node for cut in cuts)], self.walk, self.names)
+        edges = self.known.union(*(use.edges for use in self.uses))
+        checks.check_earlier(self.inner, edges, self.walk, self.names)
+        checks.check_calls(self.uses)
+        if self.samples > 1 and not self.names.coupled:
+            checks.check_region(region, {cut.node for cut in cuts}, self.samples, self.walk, self.names)
+            checks.check_statistics(cuts)
+
+    def _recall(self, entries: Mapping[Node, Sequence[int]]) -> None:
+        """Take over what earlier steps found."""
+        if self.recollection is None:
+            return
         for use in self.uses:
-            if use not in self.layouts and self.memory.trusts(key := self._key_of_use(use)):
-                self.layouts[use] = self.memory.verdicts[key][0]
+            if use not in self.layouts:
+                self.recollection.of_use(use, self.layouts)
         for place in [(node, number) for node in entries for number in self._outputs(node)]:
-            if place not in self.owners and self.memory.trusts(key := self._key(place)):
-                self.owners[place] = self.memory.verdicts[key][0]
-        return self._drop(entries)
+            if place not in self.owners:
+                self.recollection.of_place(place, self.owners)
 
     def _drop(self, entries: Mapping[Node, Sequence[int]]) -> bool:
         """Leave calls to the node reader in which samples share elements, and grow the region by such nodes."""
@@ -166,14 +188,6 @@ class _Search:
         self.uses = [use for use in self.uses if self.layouts.get(use, self) is not None]
         self._force([node for node in entries if self._is_tested(node) and self._is_mixed(node)])
         return (len(self.uses), len(self.forced)) != before
-
-    def _key(self, place: Place) -> Hashable:
-        node, number = place
-        return self.places[node], number, graph.outputs(node)[number][0]
-
-    def _key_of_use(self, use: Use) -> Hashable:
-        nodes = tuple(self.places[node] for node, _ in use.anchors)
-        return nodes, use.record.module_type, tuple((anchor.index, anchor.shape) for _, anchor in use.anchors)
 
     def _gradients_of(self, cut: Cut) -> dict[int, Tensor | None] | None:
         places = {number: (cut.node, number) for number in cut.owners}
@@ -187,9 +201,9 @@ class _Search:
         nodes = [place for cut in cuts for n in cut.owners if (place := (cut.node, n)) not in self.gradients]
         if not uses and not nodes:
             return
-        differentiate = self._differentiate(uses, nodes)
-        with self._untouched(uses):
-            found = differentiate(torch.ones_like(self.outputs[0].detach()))
+        differentiate = self._pass_to(uses, nodes)
+        with self._untouched():
+            found = differentiate(self.outputs[0].detach().new_ones(self.samples))
         self.use_gradients.update((use, list(gradients)) for use, gradients in zip(uses, found, strict=False))
         self.gradients.update((place, g[0]) for place, g in zip(nodes, found[len(uses) :], strict=True))
 
@@ -207,13 +221,15 @@ class _Search:
 
     def _cut(self, node: Node, slots: Sequence[int]) -> Cut:
         owners = {n: found for n in self._outputs(node) if (found := self.owners[node, n]) is not None}
+        assert len(owners) == len(self._outputs(node)), "a node with an output that nobody owns is no cut"
         return Cut(node, tuple(slots), owners, checks.layer_of(node, self.walk, self.names))
 
     def _region(self) -> tuple[set[Node], dict[Node, list[int]]]:
         """The shared region as far as it is known, and the nodes outside that consume a parameter or a value of it."""
         claimed = set(self.known).union(*(use.edges for use in self.uses))
         region = set(self.forced)
-        certain = region | self.walk.accumulators.keys()
+        # What was forced into the region may depend on data, if samples are coupled; what is computed from it too.
+        certain: set[Node] = set(self.walk.accumulators)
         entries: dict[Node, list[int]] = {}
         pending: list[Node] = [*self.walk.accumulators, *region]
         visited: set[Node] = set()
@@ -227,7 +243,8 @@ class _Search:
                 if edge in claimed or consumer in region:
                     continue
                 entries.setdefault(consumer, []).append(slot)
-                if self.samples > 1 and shared.grows_by_structure(consumer, certain):
+                # Losses and outputs are where the samples are told apart, even if they come from parameters alone.
+                if consumer not in self.roots and shared.grows_by_structure(consumer, certain):
                     region.add(consumer)
                     certain.add(consumer)
                     pending.append(consumer)
@@ -260,38 +277,26 @@ class _Search:
         every = {place for use in uses for place in use.places}.union(places)
         dtypes = {graph.outputs(node)[number][1] for node, number in every}
         like = self.outputs[0].detach()
-        with self._untouched(uses):
-            differentiate = self._differentiate(uses, places)
+        with self._untouched():
+            differentiate = self._pass_to(uses, places)
             found = find_owners(differentiate, sites, self.samples, like, dtypes, self.exponents)
         self.exponents = found.exponents
         results = list(zip(found.owners, found.certain, found.gradients, strict=True))
         for use, (owners, certain, gradients) in zip(uses, results, strict=False):
             self.layouts[use] = layout = _layout_of(use, owners)
             self.use_gradients[use] = list(gradients)
-            self.measured[self._key_of_use(use)] = layout, certain
+            if self.recollection is not None:
+                self.recollection.note_use(use, layout, certain)
         for place, (owners, certain, gradients) in zip(places, results[len(uses) :], strict=True):
             self.owners[place], self.gradients[place] = owners, gradients[0]
-            self.measured[self._key(place)] = owners, certain
+            if self.recollection is not None:
+                self.recollection.note_place(place, owners, certain)
 
-    def _differentiate(self, uses: Sequence[Use], places: Sequence[Place]) -> Differentiate:
-        """A pruned backward pass to the outputs of calls and nodes."""
-        edges = list(dict.fromkeys([*(place for use in uses for place in use.places), *places]))
+    def _pass_to(self, uses: Sequence[Use], places: Sequence[Place]) -> Differentiate:
+        return pruned_pass(self.outputs, lambda weights: self.cotangents(self.of_rows(weights)), uses, places)
 
-        def differentiate(weights: Tensor) -> list[list[Tensor | None]]:
-            ends = [GradientEdge(*edge) for edge in edges]
-            found = graph.differentiate(self.outputs, self.cotangents(weights), ends)
-            arrived = {edge: _strided(g) for edge, g in zip(edges, found, strict=True)}
-            of_uses = [[use.output_gradient(i, arrived[p]) for i, p in enumerate(use.places)] for use in uses]
-            return of_uses + [[arrived[place]] for place in places]
-
-        return differentiate
-
-    @contextmanager
-    def _untouched(self, uses: Sequence[Use]) -> Iterator[None]:
-        """Passes in here change nothing of the user's, and say in words of ours that the graph is gone."""
-        adjacent = [t for use in uses for reference in use.record.adjacent if (t := reference()) is not None]
-        with undisturbed([*self.outputs, *adjacent], self.names), readable("the model's graph"):
-            yield
+    def _untouched(self) -> AbstractContextManager[None]:
+        return undisturbed([*self.outputs, *adjacent_tensors(self.walk)], self.names)
 
     def _force(self, mixed: Sequence[Node]) -> None:
         """Take shared nodes into the region, with everything below them that leads to a parameter."""
@@ -304,6 +309,11 @@ class _Search:
             pending += [
                 below for below, _ in node.next_functions if below is not None and below in self.relevant
             ]
+            # What consumes it is asked next, and has been already, or will be.
+            above = {consumer for consumer, _ in self.walk.consumers[node]}
+            pending += [
+                consumer for consumer in above if self._is_tested(consumer) and self._is_mixed(consumer)
+            ]
         self.uses = [use for use in self.uses if not any(node in self.forced for node, _ in use.places)]
 
 
@@ -314,8 +324,6 @@ def _site(node: Node, number: int) -> Site:
 
 
 def _layout_of(use: Use, owners: Owners | None) -> Layout | None:
+    if use.site.lead is not None and 0 in use.site.lead and owners is not None and owners.samples > 1:
+        return None  # called without a batch axis, for one sample of several
     return owners.rows(use.site.rows) if isinstance(owners, OwnerMap) else owners
-
-
-def _strided(gradient: Tensor | None) -> Tensor | None:
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradbatch.capture import graph
-from gradbatch.capture.nodes import refuse_nothing, wrapped
+from gradbatch.capture.nodes import wrapped
 from gradbatch.factors import PerSampleGrad, RowScatter
 from gradbatch.factors.views import permuted, reshaped
 from gradbatch.rules.broadcast import total_to
@@ -25,7 +25,7 @@ from gradbatch.rules.broadcast import total_to
 # Operations on one tensor that bring no data in: what they make of a parameter is the parameter's alone.
 RESHAPING = frozenset(
     f"{name}Backward"
-    for name in """View UnsafeView ReshapeAlias Alias Squeeze Unsqueeze Clone ToCopy Copy Detach Contiguous""".split()  # noqa: SIM905
+    for name in "View UnsafeView ReshapeAlias Alias Squeeze Unsqueeze Clone ToCopy".split()  # noqa: SIM905
 )
 TRANSPOSING = frozenset({"TBackward", "TransposeBackward", "PermuteBackward"})
 UNARY = (
@@ -33,20 +33,20 @@ UNARY = (
     | TRANSPOSING
     | frozenset(
         f"{name}Backward"
-        for name in """Select Slice Split SplitWithSizes Unbind Narrow Diagonal Flip Roll Neg Exp Log Log1p Expm1
-    Softplus Sigmoid LogSigmoid Tanh Softmax LogSoftmax Sqrt Rsqrt Reciprocal Abs Relu Silu Gelu Elu Clamp
-    ClampMin Sum Mean LinalgVectorNorm Norm Var Std VarMean Tril Triu ViewAsComplex ViewAsReal Real Imag
-    AsStrided WeightNormInterface MatrixExp LinalgMatrixExp LinalgQr LinalgInvEx Sin Cos Sgn Sign""".split()  # noqa: SIM905
+        for name in """Select Slice Split SplitWithSizes Unbind Diagonal Flip Roll Neg Exp Log Log1P Expm1 Softplus
+    Sigmoid LogSigmoid Tanh Softmax LogSoftmax Sqrt Rsqrt Reciprocal Abs Relu Silu Gelu Elu Sum Mean LinalgVectorNorm
+    Norm Var Std VarMean Tril Triu ViewAsComplex ViewAsReal AsStrided WeightNormInterface LinalgMatrixExp LinalgQr
+    LinalgInvEx Sin Cos Sgn Sign""".split()  # noqa: SIM905
     )
 )
 # Operations on several tensors that bring in none but their operands, all of which can be seen in the graph.
 COMBINING = frozenset(
     f"{name}Backward"
-    for name in """Add Sub Mul Div Mm Bmm Mv Dot Addmm Cat Stack LinalgSolveEx Maximum Minimum Lerp Kron""".split()  # noqa: SIM905
+    for name in "Add Sub Mul Div Mm Bmm Mv Dot Addmm Cat Stack LinalgSolveEx Maximum Minimum Lerp".split()  # noqa: SIM905
 )
 
 # torch has no batched kernel for these, and warns of it.
-UNBATCHED = frozenset({"WeightNormInterfaceBackward"})
+UNBATCHED = frozenset({"WeightNormInterfaceBackward", "LinalgHouseholderProductBackward"})
 
 
 def grows_by_structure(node: Node, shared: Collection[Node]) -> bool:
@@ -114,9 +114,7 @@ def pull_back(
     outputs = graph.outputs(node)
     gradients = [given[i].to(dtype) if i in given else None for i, (_, dtype) in enumerate(outputs)]
     for slot, values in zip(slots, _batched(node, gradients, slots, samples), strict=True):
-        if values is None:
-            refuse_nothing(node, kind)
-        else:
+        if values is not None:
             yield slot, wrapped(values, node, slot)
 
 
@@ -170,7 +168,7 @@ def _batched(
         if graph.kind(node) in UNBATCHED:
             raise NotImplementedError
         return torch.vmap(one)(*given)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, UserWarning):
         rows = [one(*(gradient[n].clone() for gradient in given)) for n in range(samples)]
         return [_stacked(column) for column in zip(*rows, strict=True)]
 

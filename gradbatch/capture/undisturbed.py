@@ -53,10 +53,15 @@ def readable(layer: str) -> Iterator[None]:
     """Say in words of ours why a node cannot be read."""
     try:
         yield
-    except RuntimeError as error:
+    except (GradBatchError, Warning):
+        raise
+    except Exception as error:
         message = str(error)
-        if isinstance(error, GradBatchError) or not any(sign in message for sign in GONE):
-            raise
+        if not any(sign in message for sign in GONE):
+            raise UnsupportedLayer(
+                f"{layer}: a backward function failed when it was run again: {type(error).__name__}: {message}. "
+                "gradbatch runs the backward several times, on other gradients; let it change and free nothing itself"
+            ) from error
         raise StaleCapture(
             f"{layer}: what autograd saved for the backward cannot be read any more ({message.partition('. ')[0]}). "
             "It was changed in place after the forward, or an earlier backward pass freed the graph: clone it, pass "

@@ -99,11 +99,13 @@ class Names:
         parameters: path of each wanted parameter (the first of its names).
         modules: path of each module.
         owners: the module that each wanted parameter belongs to.
+        coupled: whether samples may depend on each other, as the user has said.
     """
 
     parameters: Mapping[nn.Parameter, str]
     modules: Mapping[nn.Module, str]
     owners: Mapping[nn.Parameter, nn.Module]
+    coupled: bool = False
 
     def layer(self, module: nn.Module) -> str:
         """Path of a module; words for the model itself and for a layer of another one."""
@@ -148,11 +150,11 @@ def _calls(walk: graph.Walk, names: Names) -> list[Use]:
     uses = []
     for record, anchors in places.items():
         name = names.layer(record.module)
-        if record.couples_samples:
+        if record.couples_samples and not names.coupled:
             raise CoupledSamples(coupling_message(name, record.module_type))
         record.check_parameters(name)
         use = Use(record, name, anchors)
-        if record.rule is not None and record.refusal is None:
+        if record.rule is not None and record.refusal is None and not record.couples_samples:
             _claim(use, accumulators)
         uses.append(use)
     return _disjoint(uses)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from gradbatch.rules.axes import total
+from gradbatch.rules.axes import full, total
 from gradbatch.rules.call import SampleLayout
 
 
@@ -23,12 +24,7 @@ def summed_to(values: Tensor, owners: SampleLayout | Tensor, samples: int, shape
     Edge cases: an operand that has the sample axis itself gets zeros in the rows of the other samples.
     """
     if isinstance(owners, Tensor):
-        return torch.stack(
-            [
-                total_to(torch.where(owners == sample, values, torch.zeros_like(values)), shape)
-                for sample in range(samples)
-            ]
-        )
+        return _summed_by_element(values, owners, samples, shape)
     if owners.axis is None:
         return total_to(values, shape).unsqueeze(0)
     axis, missing = owners.axis, values.dim() - len(shape)
@@ -44,6 +40,16 @@ def summed_to(values: Tensor, owners: SampleLayout | Tensor, samples: int, shape
         a for a in range(values.dim()) if a < missing or (shape[a - missing] == 1 and first.shape[a + 1] != 1)
     ]
     return total(first, tuple(a + 1 for a in axes)).reshape(samples, *shape)
+
+
+def _summed_by_element(values: Tensor, owners: Tensor, samples: int, shape: Sequence[int]) -> Tensor:
+    elements = math.prod(shape)
+    place = torch.arange(elements, device=values.device).view(tuple(shape)).expand(values.shape)
+    owners = owners.expand(values.shape)
+    index = (owners.clamp_min(0) * elements + place).reshape(-1)
+    values = full(torch.where(owners < 0, torch.zeros_like(values), values)).reshape(-1)
+    sums = values.new_zeros(samples * elements).index_add_(0, index, values)
+    return sums.view(samples, *shape)
 
 
 def total_to(values: Tensor, shape: Sequence[int]) -> Tensor:

@@ -60,12 +60,13 @@ def declines(module: Any) -> str | None:
     return None
 
 
+# Not LSTMCell: its new memory lies on the way to its hidden state, so a gradient that arrives at the memory has that of
+# the hidden state in it. Its products are read off the graph.
 @layer_rule(
     nn.RNN,
     nn.LSTM,
     nn.GRU,
     nn.RNNCell,
-    nn.LSTMCell,
     nn.GRUCell,
     feature_axes=lambda _, output_dim: output_dim - 1,
     arrange=arrange,
@@ -111,7 +112,7 @@ def _elman(nonlinearity: Callable[[Tensor], Tensor]) -> Cell:
 
 
 def _cell(module: Any) -> Cell:
-    if isinstance(module, nn.LSTM | nn.LSTMCell):
+    if isinstance(module, nn.LSTM):
         return _lstm
     if isinstance(module, nn.GRU | nn.GRUCell):
         return _gru
@@ -259,7 +260,7 @@ def _suffixes(module: Any) -> list[list[str]]:
 def _initial_states(call: Call, sequence: Tensor) -> State:
     """The states before the first step, ``[B, L * D, H]`` each, in the dtype of the replay."""
     module, given = call.module, call.arguments.get("hx")
-    is_cell, has_memory = isinstance(module, nn.RNNCellBase), isinstance(module, nn.LSTM | nn.LSTMCell)
+    is_cell, has_memory = isinstance(module, nn.RNNCellBase), isinstance(module, nn.LSTM)
     if given is None:
         rows = sum(map(len, _suffixes(module)))
         sizes = (getattr(module, "proj_size", 0) or module.hidden_size, module.hidden_size)

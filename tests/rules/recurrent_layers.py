@@ -28,4 +28,3 @@ def cases() -> Iterator[Case]:
         yield Case(f"{kind.__name__}, last state", build, floats(5, 3), LAST_STATE, oracles=ORACLES)
     yield Case("RNNCell", partial(nn.RNNCell, 3, 4), floats(3), oracles=ORACLES)
     yield Case("GRUCell", partial(nn.GRUCell, 3, 4), floats(3), oracles=ORACLES)
-    yield Case("LSTMCell", partial(nn.LSTMCell, 3, 4), floats(3), SEQUENCES, oracles=ORACLES)

@@ -58,7 +58,7 @@ class Case:
     def states(self, module: Any, like: Tensor, sequences: int) -> Any:
         rows = () if self.is_cell else (module.num_layers * (1 + module.bidirectional),)
         hidden = like.new_empty(*rows, sequences, self.options.get("proj_size", 0) or HIDDEN).normal_()
-        if self.kind not in (nn.LSTM, nn.LSTMCell):
+        if self.kind is not nn.LSTM:
             return hidden
         return hidden, like.new_empty(*rows, sequences, HIDDEN).normal_()
 
@@ -67,7 +67,7 @@ class Case:
         return issubclass(self.kind, nn.RNNCellBase)
 
 
-LAYERS, CELLS = (nn.RNN, nn.LSTM, nn.GRU), (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+LAYERS, CELLS = (nn.RNN, nn.LSTM, nn.GRU), (nn.RNNCell, nn.GRUCell)
 EVERYTHING: dict[str, Any] = {"num_layers": 2, "bidirectional": True}
 PACKINGS = {"plain": None, "sorted": (4, 3, 1), "unsorted": (2, 4, 1), "equally long": (4, 4, 4)}
 
@@ -102,8 +102,6 @@ def cell_cases() -> Iterator[Case]:
             yield Case(", ".join([kind.__name__, *options]), kind, options)
             yield Case(", ".join([kind.__name__, *options, "initial"]), kind, options, initial=True)
     yield Case("RNNCell, relu, initial", nn.RNNCell, {"nonlinearity": "relu"}, initial=True)
-    for used in ((0,), (1,)):
-        yield Case(f"LSTMCell, gradient of {used}", nn.LSTMCell, used=used)
 
 
 CASES = [*(case for kind in LAYERS for case in layer_cases(kind)), *cell_cases()]

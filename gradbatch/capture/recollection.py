@@ -1,0 +1,89 @@
+"""What earlier steps found out about the graph at hand, where it can be relied on."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from gradbatch.capture import graph
+from gradbatch.capture.layouts import Owners
+from gradbatch.capture.memory import Known, Measured, Memory
+from gradbatch.capture.passes import Place
+from gradbatch.capture.propagation import Run, propagate
+from gradbatch.capture.uses import Use
+from gradbatch.rules import Layout, SampleLayout
+
+
+class Recollection:
+    """The memory of one graph, with its places in the terms of this step's nodes.
+
+    Args:
+        memory: of the model.
+        walk: the graph.
+        samples: ``N``, at least 2.
+        roots: where the samples lie in the losses or outputs.
+    """
+
+    def __init__(self, memory: Memory, walk: graph.Walk, samples: int, roots: Mapping[Place, Run]) -> None:
+        self._known: Known = memory.of((samples, tuple(walk.structure)))
+        self._numbers = {node: number for number, node in enumerate(walk.order())}
+        self._certain = propagate(walk, roots, samples)
+        self._measured: dict[Hashable, Measured] = {}
+        self._is_due = self._known.is_due()
+
+    def of_use(self, use: Use, into: dict[Use, Layout | None]) -> None:
+        """Add the layout of a call, if it is known and certain whatever the data is; ``None`` if samples share it."""
+        key = self._key_of_use(use)
+        if not self._is_due and self._known.trusts(key):
+            layout = self._known.verdicts[key][0]
+            if layout is None or self._follows(use, layout):
+                into[use] = layout
+
+    def of_place(self, place: Place, into: dict[Place, Owners | None]) -> None:
+        """The same for the output of a node."""
+        key = self._key_of_place(place)
+        if not self._is_due and self._known.trusts(key):
+            layout = self._known.verdicts[key][0]
+            if layout is None or self._is_certain(place, layout):
+                into[place] = layout
+
+    def note_use(self, use: Use, layout: Layout | None, only: bool) -> None:
+        """Take down what was measured in this step."""
+        key = self._key_of_use(use)
+        relied, follows = (self._follows(use, known) for known in (self._known_at(key), layout))
+        self._measured[key] = Measured(layout, only, follows, relied)
+
+    def note_place(self, place: Place, owners: Owners | None, only: bool) -> None:
+        """Take down what was measured in this step."""
+        key = self._key_of_place(place)
+        relied, follows = (self._is_certain(place, known) for known in (self._known_at(key), owners))
+        self._measured[key] = Measured(owners, only, follows, relied)
+
+    def store(self) -> None:
+        """Keep what was taken down; raises :class:`StaleCapture` if it contradicts what was relied on."""
+        self._known.store(self._measured)
+
+    def _known_at(self, key: Hashable) -> SampleLayout | None:
+        return self._known.verdicts.get(key, (None, 0))[0]
+
+    def _is_certain(self, place: Place, owners: Layout | Owners | None) -> bool:
+        """Whether the samples lie so, whatever the data is."""
+        shape = graph.outputs(place[0])[place[1]][0]
+        return isinstance(owners, SampleLayout) and self._certain.get(place) == Run.of(owners, shape)
+
+    def _follows(self, use: Use, layout: Layout | None) -> bool:
+        """Whether a layout holds for all outputs of a call, whatever the data is."""
+        if use.rule.arrange is not None or not isinstance(layout, SampleLayout):
+            return False
+        return all(
+            self._certain.get((node, anchor.number)) == Run.of(layout, anchor.shape)
+            and (anchor.is_reshaped or anchor.is_whole)
+            for node, anchor in use.anchors
+        )
+
+    def _key_of_place(self, place: Place) -> Hashable:
+        node, number = place
+        return self._numbers[node], number, graph.outputs(node)[number][0]
+
+    def _key_of_use(self, use: Use) -> Hashable:
+        nodes = tuple(self._numbers[node] for node, _ in use.anchors)
+        return nodes, use.record.module_type, tuple((anchor.index, anchor.shape) for _, anchor in use.anchors)
