@@ -11,7 +11,7 @@ BIN     := $(VENV)/bin
 # Every install honours the same pins, so that two environments never differ.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test lint format types docs bench check clean
+.PHONY: help demo test lint format types docs zoo bench check clean
 # The targets share one environment; two installs at once would break it.
 .NOTPARALLEL:
 
@@ -21,6 +21,7 @@ help:
 	@echo "make lint    ruff: lint and format check      make format   apply both"
 	@echo "make types   mypy, strict, on the package"
 	@echo "make docs    build the documentation into docs/_build/html"
+	@echo "make zoo     333 models of torchvision, timm, transformers and peft (ten minutes; ARGS=--third)"
 	@echo "make bench   time gradbatch against a plain training step"
 	@echo "make check   test, lint, types and docs"
 	@echo "make clean   remove the environment and everything built"
@@ -36,7 +37,7 @@ $(VENV)/.package: $(VENV)/.pip pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[cli,demo]'
 	@touch $@
 
-$(VENV)/.test $(VENV)/.lint $(VENV)/.docs: $(VENV)/.%: $(VENV)/.package
+$(VENV)/.test $(VENV)/.lint $(VENV)/.docs $(VENV)/.zoo: $(VENV)/.%: $(VENV)/.package
 	$(INSTALL) --group $*
 	@touch $@
 
@@ -60,6 +61,10 @@ types: $(VENV)/.lint
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -W -n --keep-going -q -b html docs docs/_build/html
+
+# Whole models of other packages; a third of them with ARGS=--third, one with ARGS='--only timm/vit'.
+zoo: $(VENV)/.test $(VENV)/.zoo
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo.run $(ARGS)
 
 bench: $(VENV)/.package
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.run $(ARGS)

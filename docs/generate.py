@@ -10,9 +10,10 @@ from gradbatch.rules import registry
 
 INTRODUCTION = """# Supported layers
 
-Read off the registry of layer rules when this page was built. A layer is matched by its exact type: a subclass that
-overrides `forward` needs [a rule of its own](adding-a-layer.md). Samples may lie on any axis that
-the layer treats as rows, also flattened together with positions.
+Layers with a rule, read off the registry when this page was built; all others are read off the autograd graph, and
+are just as right ([concepts](concepts.md)). A layer is matched by its exact type: a subclass is one of the others until
+it has [a rule of its own](adding-a-layer.md). Samples may lie on any axis that the layer treats as rows, also flattened
+together with positions.
 
 Lazy modules are supported once they are materialised. BatchNorm is supported in eval mode; in train mode it makes
 samples depend on each other and is refused. [Torch's module database](module-database.md) shows what comes out for each
@@ -45,8 +46,10 @@ def family(kind: type[nn.Module]) -> str:
 
 
 def rule(kind: type[nn.Module]) -> registry.LayerRule:
-    # The registry is asked about modules; one that was never initialised is module enough.
-    found = registry.rule_for(kind.__new__(kind))
+    # The registry is asked about modules; one without attributes of its own is module enough.
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    found = registry.rule_for(module.eval())
     assert found is not None, f"{kind.__name__}: its forward was replaced after its rule was registered"
     return found
 

@@ -123,7 +123,7 @@ def backward(
     Raises:
         UsageError: the model is not extended, the losses are not ``[N]`` with a graph, an unknown reduction, no
             quantity, a pattern without a match.
-        UnsupportedLayer: a parameter is used where no layer rule explains it.
+        UnsupportedLayer: a part of the model hides how parameters are used.
         CoupledSamples: a sample's gradient depends on other samples.
         StaleCapture: a tensor was changed between forward and backward.
 

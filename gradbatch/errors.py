@@ -14,7 +14,7 @@ class UsageError(GradBatchError):
 
 
 class UnsupportedLayer(GradBatchError):
-    """A parameter is used in a way that no layer rule explains: names the parameter, the layer and the operation."""
+    """A part of the model hides how a parameter is used (compiled code, reentrant checkpointing)."""
 
 
 class CoupledSamples(GradBatchError):

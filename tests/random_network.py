@@ -35,9 +35,9 @@ class RandomNetwork(nn.Module):
         samples: a size to collide with, ``N`` of most batches.
         positions: ``T``.
         channels: of the input ``[N, T, channels]``.
-        steps: names of what to draw from.
+        steps: names of what to draw from, or of what to do.
         dtype: of the layers.
-        length: how many steps; drawn if it is not given.
+        in_order: take all the steps one after another, and draw their details alone.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class RandomNetwork(nn.Module):
         channels: int,
         steps: Sequence[str],
         dtype: torch.dtype,
-        length: int | None = None,
+        in_order: bool = False,
     ) -> None:
         super().__init__()
-        self.dtype, self.steps, self.length = dtype, steps, length
+        self.dtype, self.steps, self.in_order = dtype, steps, in_order
         self.seed, self.samples, self.positions, self.channels = seed, samples, positions, channels
         self.layers, self.raw = nn.ModuleDict(), nn.ParameterDict()
         self.drawn: list[str] = []
@@ -59,10 +59,12 @@ class RandomNetwork(nn.Module):
     def forward(self, input: Tensor, which: Tensor) -> Tensor:
         """From ``[N, T, C]``, and the numbers ``[N]`` of the samples, to ``[N, features]``."""
         self.draw, self.drawn, self.made = random.Random(self.seed), [], []
-        hidden, self.which, self.saved, self.freezes = input, which, [], True
-        length = self.draw.randint(2, 7)
-        for _ in range(length if self.length is None else self.length):
-            name = self.draw.choice(self.steps)
+        hidden, self.which, self.saved = input, which, []
+        # Nobody sees a coupling below which nothing is trained.
+        self.freezes = not set(self.steps) & set(COUPLING)
+        count = len(self.steps) if self.in_order else self.draw.randint(2, 7)
+        for number in range(count):
+            name = self.steps[number] if self.in_order else self.draw.choice(self.steps)
             self.drawn.append(name)
             self.saved.append(hidden)
             hidden = (STEPS.get(name) or COUPLING[name])(self, hidden)

@@ -63,8 +63,7 @@ class Trial:
     Args:
         seed: of everything.
         coupled: whether a coupling step may be among the steps.
-        steps: what to draw from; otherwise everything that fits.
-        length: how many steps.
+        steps: what to do, in this order; drawn from everything that fits if it is not given.
         kind: of the losses' factors; drawn if it is not given.
         batches: how many, one training step each; the third is the first that relies on what two have agreed on.
     """
@@ -74,7 +73,6 @@ class Trial:
         seed: int,
         coupled: bool = False,
         steps: Sequence[str] | None = None,
-        length: int | None = None,
         kind: str | None = None,
         batches: int = 3,
     ) -> None:
@@ -90,8 +88,8 @@ class Trial:
         self.kind = self.kind if kind is None else kind
         self.dtype = draw.choice([torch.float64, torch.float64, torch.float32])
         self.dtype = torch.float64 if coupled else self.dtype
-        steps = self._steps(coupled) if steps is None else steps
-        self.network = RandomNetwork(seed, samples, positions, channels, steps, self.dtype, length)
+        names, in_order = (self._steps(coupled), False) if steps is None else (steps, True)
+        self.network = RandomNetwork(seed, samples, positions, channels, names, self.dtype, in_order)
         self.needs_gradient = draw.random() < 0.15
         others = [samples] * 5 + [max(1, samples - 1), samples + 1]
         sizes = [samples, *(samples if coupled else draw.choice(others) for _ in range(batches - 1))]

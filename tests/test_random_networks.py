@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from tests.random_network_trial import WAYS, Trial, difference
-from tests.random_steps.registry import COUPLING, RANDOM, STEPS
+from tests.random_steps.registry import COUPLING, RANDOM, STEPS, STOPPING
 
 COUNT = int(os.environ.get("GRADBATCH_NETWORKS", "100"))
 FIRST = int(os.environ.get("GRADBATCH_FIRST_NETWORK", "0"))
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::gradbatch.SlowPathWarning")
 @pytest.mark.parametrize("step", sorted(STEPS))
 def test_every_step_keeps_samples_apart_and_is_right_by_itself(step: str) -> None:
     for seed in range(2):
-        trial = Trial(seed, steps=[step], length=2, kind="plain", batches=1)
+        trial = Trial(seed, steps=[step, step], kind="plain", batches=1)
         if step not in RANDOM:
             batch, finite = trial.batches[0], trial.batches[0].finite
             off = difference(trial.one_at_a_time(batch), trial.right[0], finite, trial.dtype)
@@ -30,16 +30,22 @@ def test_every_step_keeps_samples_apart_and_is_right_by_itself(step: str) -> Non
             assert trial.outcome(way) == "right", f"{trial}, {way}"
 
 
-@pytest.mark.parametrize("step", sorted(COUPLING))
-def test_every_coupling_step_is_refused(step: str) -> None:
-    for seed in range(3):
-        trial = Trial(seed, coupled=True, steps=[step], length=1, kind="plain", batches=1)
+@pytest.mark.parametrize("step", sorted(STEPS.keys() - RANDOM - STOPPING))
+def test_coupled_samples_are_refused_whatever_brought_the_data_in(step: str) -> None:
+    number = sorted(STEPS).index(step)
+    for seed in range(2):
+        coupling = sorted(COUPLING)[(number + 5 * seed) % len(COUPLING)]
+        trial = Trial(number + 1000 * seed, coupled=True, steps=[step, coupling], kind="plain", batches=1)
         for way in WAYS:
             assert trial.outcome(way).startswith("refused: coupled"), f"{trial}, {way}"
 
 
 def test_random_networks_are_right_or_refused_and_those_without_coupling_are_right() -> None:
-    outcomes: dict[str, Counter[str]] = {"apart": Counter(), "coupled": Counter()}
+    outcomes: dict[str, Counter[str]] = {
+        "apart": Counter(),
+        "non-finite": Counter(),
+        "coupled": Counter(),
+    }
     readers: Counter[str] = Counter()
     problems = []
     for seed in range(FIRST, FIRST + COUNT):
@@ -47,7 +53,8 @@ def test_random_networks_are_right_or_refused_and_those_without_coupling_are_rig
         for way in WAYS:
             outcome = trial.outcome(way)
             word = outcome.split(",")[0].split(": step")[0]
-            outcomes["coupled" if trial.coupling else "apart"][word] += 1
+            sort = "coupled" if trial.coupling else "non-finite" if trial.kind == "non-finite" else "apart"
+            outcomes[sort][word] += 1
             # A sample of which nothing is finite may leave open where the samples lie.
             allowed = trial.coupling or trial.kind == "non-finite"
             if word != "right" and not (allowed and word.startswith("refused")):

@@ -95,7 +95,12 @@ def check_statistics(cuts: Sequence[Cut]) -> None:
 
 
 def check_region(
-    region: Sequence[Node], cuts: Collection[Node], samples: int, walk: graph.Walk, names: Names
+    region: Sequence[Node],
+    cuts: Collection[Node],
+    samples: int,
+    walk: graph.Walk,
+    names: Names,
+    finite: bool = True,
 ) -> None:
     """Refuse a shared region that may depend on the samples.
 
@@ -105,6 +110,7 @@ def check_region(
         samples: ``N``.
         walk: the graph.
         names: the layers, with the parameters and buffers that are certain to be the model's own.
+        finite: whether all gradients were that the region was found by.
 
     Raises:
         CoupledSamples: it reads something that may be their data.
@@ -122,6 +128,12 @@ def check_region(
         # are compared with the samples may be those of other samples.
         if found.counts and _is_broadcast(found.node, region, cuts, samples, walk):
             continue
+        if not finite:
+            raise UnsupportedLayer(
+                f"{layer_of(found.node, walk, names)}: the gradient of what {graph.kind(found.node)} computes is not "
+                "finite, so that nobody can tell which of the samples it belongs to. Leave samples with non-finite "
+                "losses out of the batch"
+            )
         raise CoupledSamples(
             f"{layer_of(found.node, walk, names)}: the gradient of what {graph.kind(found.node)} computes does not "
             f"belong to one of the {samples} samples each, and it reads {found.reads}, which may be data of theirs. "

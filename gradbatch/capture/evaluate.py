@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradbatch.capture import graph, shared
+from gradbatch.capture.arguments import tensors_in
 from gradbatch.capture.explanation import Explanation
 from gradbatch.capture.layouts import words
 from gradbatch.capture.nodes import Cut, contributions
-from gradbatch.capture.records import tensors_in
 from gradbatch.capture.undisturbed import readable
 from gradbatch.capture.uses import Use
 from gradbatch.errors import GradBatchError, RuleError, SlowPathWarning

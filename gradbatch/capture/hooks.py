@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from gradbatch.capture import graph
-from gradbatch.capture.records import Record, anchor, outputs_of, tensors_in
+from gradbatch.capture.arguments import outputs_of, tensors_in
+from gradbatch.capture.records import Record, anchor
 
 
 class ForwardRecorder:
@@ -34,10 +35,11 @@ class ForwardRecorder:
         # A traced or compiled graph is opaque anyway: its uses stay unexplained, and are refused by the walk.
         if graph.is_being_traced() or not torch.is_grad_enabled():
             return
-        outputs = [item for item in tensors_in(output) if item.grad_fn is not None]
-        if not outputs or any(graph.is_transformed(item) for item in outputs):
+        returned = tensors_in(output)
+        outputs = [item for item in returned if item.grad_fn is not None]
+        if not outputs or graph.is_transformed(outputs[0]):
             return
-        record = Record(module, args, kwargs, output, self._foreign_hooks(module))
+        record = Record(module, args, kwargs, output, returned, self._foreign_hooks(module))
         anchored = [anchor(index, item) for index, item in enumerate(outputs_of(output))]
         places = [place for place in anchored if place is not None]
         if record.rule is None or not places:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from gradbatch.capture import graph
+from gradbatch.capture.arguments import tensors_in
 from gradbatch.capture.arrivals import Arrivals
 from gradbatch.capture.checks import layer_of
 from gradbatch.capture.evaluate import zeros
 from gradbatch.capture.forward import Forward
 from gradbatch.capture.memory import Memory
-from gradbatch.capture.records import Record, tensors_in
+from gradbatch.capture.records import Record
 from gradbatch.capture.samples import samples_of
 from gradbatch.capture.search import explain
 from gradbatch.capture.uses import Names

@@ -138,7 +138,8 @@ def _called(
     cut: Cut, gradients: Mapping[int, Tensor], samples: int, slots: Sequence[int]
 ) -> dict[int, Tensor]:
     """Call the node on each sample's part of the output gradients, ``[N, *shape]`` by slot."""
-    _refuse_counts_over_the_batch(cut)
+    if samples > 1:
+        _refuse_counts_over_the_batch(cut)
     count = len(graph.outputs(cut.node))
     shapes = {slot: graph.input_shape(cut.node, slot) for slot in slots}
     result: dict[int, Tensor] = {}
@@ -158,7 +159,7 @@ def _called(
                 result[slot] = values.new_zeros(samples, *shapes[slot])
             result[slot][sample] = values
     for values in result.values():
-        finite = values.flatten(1).isfinite().all(1)
+        finite = values.reshape(samples, -1).isfinite().all(1)
         if len(values) - int(finite.sum()) > 1:
             raise UnsupportedLayer(
                 f"{cut.name}: several samples have non-finite gradients through {graph.kind(cut.node)}, which is "

@@ -36,7 +36,7 @@ class Run:
     @classmethod
     def of(cls, layout: SampleLayout, shape: Sequence[int]) -> Run | None:
         """The place of a layout in a tensor's memory order."""
-        if layout.axis is None or not layout.samples:
+        if layout.axis is None or layout.axis >= len(shape) or not layout.samples:
             return None
         blocks = shape[layout.axis] // (layout.samples * layout.stride)
         before, after = math.prod(shape[: layout.axis]), math.prod(shape[layout.axis + 1 :])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradbatch.capture import graph
-from gradbatch.capture.readings import POINTWISE
+from gradbatch.capture.readings import POINTWISE, SHIFTS
 from gradbatch.capture.shared import UNARY
 
 # What these keep as indices is what they selected.
@@ -33,11 +33,17 @@ KEEPING = frozenset(
 )
 
 
-# These repeat what they are given, maybe once for each sample.
-COPYING = frozenset(
+# These look rows up, maybe one for each sample.
+LOOKING_UP = frozenset(
     f"{name}Backward"
-    for name in "Expand Repeat RepeatInterleave Index IndexSelect Gather Embedding AsStrided Take".split()  # noqa: SIM905
+    for name in "Index IndexSelect Gather Embedding AsStrided Take".split()  # noqa: SIM905
 )
+PRODUCTS = frozenset(
+    f"{name}Backward"
+    for name in ("Mm", "Bmm", "Mv", "Dot", "Vdot", "Addmm", "Addmv", "Baddbmm", "Convolution")
+)
+# These keep every operand that needs no gradient, if another one does; elsewhere such an operand is out of sight.
+KEEPING_OPERANDS = PRODUCTS | {"MulBackward", "DivBackward", "PowBackward", "TrilinearBackward"}
 
 
 @dataclass(frozen=True)
@@ -66,51 +72,96 @@ def suspicions(region: Iterable[Node], own: Sequence[Tensor], samples: int) -> I
     Yields:
         Such operations, in the region or among what it was computed from.
     """
-    storages = {tensor.untyped_storage().data_ptr() for tensor in own}
+    model = _Model(own, {tensor.untyped_storage().data_ptr() for tensor in own}, samples)
     grown: dict[Node, bool] = {}
     pending = list(region)
     visited = set(pending)
     for node in pending:
         leaf = graph.accumulated_variable(node)
-        if leaf is not None and leaf.untyped_storage().data_ptr() not in storages:
+        if leaf is not None and not model.owns(leaf):
             yield Suspicion(node, f"a leaf of shape {tuple(leaf.shape)} that is no parameter of the model")
-        elif leaf is None and graph.kind(node) not in UNARY and not _keeps_shape(node, samples, grown):
-            yield from _suspicions(node, own, storages, samples)
+        elif leaf is None and graph.kind(node) not in UNARY and not _keeps_shape(node, model, grown):
+            yield from _suspicions(node, model)
         # What needs a gradient of something else than the wanted parameters is no part of the region, but of this.
         below = {found for found, _ in node.next_functions if found is not None} - visited
         visited |= below
         pending += below
 
 
-def _suspicions(
-    node: Node, own: Sequence[Tensor], storages: Collection[int], samples: int
-) -> Iterator[Suspicion]:
-    constants = list(_constants(node))
+@dataclass(frozen=True)
+class _Model:
+    """The model's parameters and buffers, where their storages begin, and the number of samples."""
+
+    own: Sequence[Tensor]
+    storages: Collection[int]
+    samples: int
+
+    def owns(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.storages
+
+    def knows(self, constant: Tensor) -> bool:
+        """Whether a constant cannot be data: the model's own, all one number, or too small for so many samples."""
+        return (
+            self.owns(constant)
+            or constant.numel() < self.samples
+            or bool((constant == constant.reshape(-1)[:1]).all())
+            or _is_copy(constant, self.own)
+        )
+
+
+def _suspicions(node: Node, model: _Model) -> Iterator[Suspicion]:
+    kind, constants = graph.kind(node), list(_constants(node))
     for constant in constants:
-        known = constant.untyped_storage().data_ptr() in storages or _is_copy(constant, own)
-        if not known and not bool((constant == constant.reshape(-1)[:1]).all()):
+        if not model.knows(constant):
             whole = not (constant.is_floating_point() or constant.is_complex())
-            yield Suspicion(
-                node, f"a tensor of shape {tuple(constant.shape)}", whole and _counts_positions(constant)
-            )
-    slots = node.next_functions[:2] if graph.kind(node) == "ConvolutionBackward" else node.next_functions
-    unseen = sum(below is None for below, _ in slots) - len(constants)
-    if unseen > 0 and not _concatenates_own(node, own):
+            reads = f"a tensor of shape {tuple(constant.shape)}"
+            yield Suspicion(node, reads, whole and _counts_positions(constant))
+    slots = [below for below, _ in node.next_functions]
+    if kind == "ConvolutionBackward":
+        slots = slots[:2]  # a bias has no axis of samples
+    kept = len(constants) if kind in KEEPING_OPERANDS else 0
+    added = kind in SHIFTS and slots[0] is None
+    unseen = sum(below is None for below in slots) - kept
+    if (unseen > 0 or added) and not _concatenates_own(node, model.own):
         yield Suspicion(node, "an operand that it does not keep")
 
 
-def _has_grown(node: Node, grown: dict[Node, bool]) -> bool:
+def _has_grown(node: Node, model: _Model, grown: dict[Node, bool]) -> bool:
     """Whether a value was repeated on its way from the parameters, and so may have a row for each sample."""
     pending = [node]
     while pending:
         current = pending[-1]
         below = [found for found, _ in current.next_functions if found is not None]
         missing = [found for found in below if found not in grown]
-        if graph.kind(current) in COPYING or not missing or current in grown:
-            grown[pending.pop()] = graph.kind(current) in COPYING or any(grown[found] for found in below)
+        if current in grown:
+            pending.pop()
+        elif _grows(current, model):
+            grown[pending.pop()] = True
+        elif not missing:
+            grown[pending.pop()] = any(grown[found] for found in below)
         else:
             pending += missing
     return grown[node]
+
+
+def _grows(node: Node, model: _Model) -> bool:
+    if graph.accumulated_variable(node) is not None:
+        return False
+    if graph.kind(node) in LOOKING_UP:
+        # By position it has a row for each position, which are as many as the samples at most by chance.
+        return any(
+            not model.owns(ids)
+            and (model.samples in ids.shape or not (model.knows(ids) or _counts_positions(ids)))
+            for ids in _constants(node)
+        )
+    if graph.kind(node) in PRODUCTS and all(map(model.owns, _constants(node))):
+        return False  # a weight put together from factors
+    sizes = [
+        math.prod(graph.input_shape(node, slot))
+        for slot, (below, _) in enumerate(node.next_functions)
+        if below is not None
+    ]
+    return any(math.prod(shape) > max(sizes) for shape, _ in graph.outputs(node))
 
 
 def _concatenates_own(node: Node, own: Sequence[Tensor]) -> bool:
@@ -118,7 +169,10 @@ def _concatenates_own(node: Node, own: Sequence[Tensor]) -> bool:
     if graph.kind(node) != "CatBackward":
         return False
     slots = [slot for slot, (below, _) in enumerate(node.next_functions) if below is not None]
-    rest, axis = list(graph.outputs(node)[0][0]), graph.saved(node, "dim")
+    try:
+        rest, axis = list(graph.outputs(node)[0][0]), graph.saved(node, "dim")
+    except AttributeError:
+        return False
     axis = axis - 2**64 if axis >= 2**63 else axis
     rest[axis] -= sum(graph.input_shape(node, slot)[axis] for slot in slots)
     return any(not tensor.requires_grad and list(tensor.shape) == rest for tensor in own)
@@ -134,22 +188,20 @@ def _is_copy(constant: Tensor, own: Sequence[Tensor]) -> bool:
     )
 
 
-def _keeps_shape(node: Node, samples: int, grown: dict[Node, bool]) -> bool:
+def _keeps_shape(node: Node, model: _Model, grown: dict[Node, bool]) -> bool:
     """Whether the node acts element by element on something of its output's size, or keeps that size.
 
     Samples cannot come in there, unless a parameter has as many rows as the batch, or was repeated so often.
     """
     if graph.kind(node) not in POINTWISE | KEEPING:
         return False
-    shape = graph.outputs(node)[0][0]
+    size = math.prod(graph.outputs(node)[0][0])
     alike = [
         below
         for slot, (below, _) in enumerate(node.next_functions)
-        if below is not None and math.prod(graph.input_shape(node, slot)) == math.prod(shape)
+        if below is not None and math.prod(graph.input_shape(node, slot)) == size
     ]
-    if all(size % samples for size in shape):
-        return bool(alike)
-    return any(not _has_grown(below, grown) for below in alike)
+    return any(not _has_grown(below, model, grown) for below in alike)
 
 
 def _constants(node: Node) -> Iterator[Tensor]:
@@ -177,7 +229,7 @@ def _counts_positions(ids: Tensor) -> bool:
         even = bool((steps == steps[0]).all()) if len(steps) > 1 else line[0].tolist() in ([0], [0, 1])
         if even and bool((line == line[0]).all()):
             return True
-    if ids.dim() < 2 or min(ids.shape[-2:]) < 3:
+    if ids.dim() < 2:
         return False
     tables = ids.flatten(0, -3) if ids.dim() > 2 else ids.unsqueeze(0)
     table = tables[0]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -17,10 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 
 from gradbatch.capture import graph
+from gradbatch.capture.arguments import is_plain, outputs_of, tensors_in
 from gradbatch.errors import StaleCapture
 from gradbatch.rules import rule_for
 
-PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
+# What every module has, and torch looks after.
+INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class Record:
         args: positional arguments of its forward.
         kwargs: keyword arguments.
         output: what the forward returned.
+        returned: the tensors in it.
         refusal: why the call cannot be explained by a rule, although the layer has one.
 
     Attributes:
@@ -137,6 +139,7 @@ class Record:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: Any,
+        returned: Sequence[Tensor],
         refusal: str | None,
     ) -> None:
         self._module = weakref.ref(module)
@@ -152,26 +155,35 @@ class Record:
         self.returns_several = isinstance(output, (tuple, list))
         self.outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._settings: dict[str, Any] = {}
-        self.adjacent = [weakref.ref(tensor) for tensor in tensors_in((args, kwargs, output))]
+        inputs = tensors_in((args, kwargs) if kwargs else args)
+        self.adjacent = [*map(weakref.ref, inputs), *map(weakref.ref, returned)]
         self._inputs: list[tuple[Tensor, int]] = []
         self._watched: list[tuple[str, Tensor, int]] = []
         self._holds = 0
         self._released = False
         if self.rule is not None:
-            self._read(module, args, kwargs, output)
+            self._read(module, args, kwargs, output, inputs)
 
-    def _read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._settings = {name: value for name, value in module.__dict__.items() if _is_plain(value)}
-        self.refusal = self.refusal or _shadowed(module)
+    def _read(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        inputs: Sequence[Tensor],
+    ) -> None:
+        self._settings, shadowed = _settings_of(module)
+        self.refusal = self.refusal or shadowed
         own = {id(parameter) for parameter in self.parameters.values()}
-        for tensor in tensors_in((args, kwargs)):
+        for tensor in inputs:
             edge = graph.output_edge(tensor)
             if edge is not None:
                 self.input_nodes.add(edge[0])
             if id(tensor) in own:
                 self.refusal = "its own parameter is also its input"
         if self.refusal is None:
-            self.args, self.kwargs = self._detach(args), self._detach(kwargs)
+            self.args = tuple([self._detach(value) for value in args])
+            self.kwargs = {name: self._detach(value) for name, value in kwargs.items()}
         self._watched = [(name, t, _version(t)) for name, t in self._read_tensors(module)]
         outputs = outputs_of(output)
         if outputs:
@@ -264,12 +276,12 @@ class Record:
 
     def _detach(self, value: Any) -> Any:
         """A copy of nested arguments without graph: a record must not keep alive the graph that it hangs on."""
-        if value is None or isinstance(value, PLAIN):
-            return value
         if isinstance(value, Tensor):
             detached = value.detach()
             self._inputs.append((detached, _version(detached)))
             return detached
+        if is_plain(value):
+            return value
         if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
             return type(value)(self._detach(item) for item in value)
         if isinstance(value, PackedSequence):
@@ -287,58 +299,27 @@ class Record:
                 yield name, tensor
 
 
-def _is_plain(value: Any) -> bool:
-    return (
-        value is None or isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
-    )
-
-
-def _shadowed(module: nn.Module) -> str | None:
-    """Why the layer may compute with something else than its parameters."""
+def _settings_of(module: nn.Module) -> tuple[dict[str, Any], str | None]:
+    """Plain attributes of a layer, and why it may compute with something else than its parameters."""
+    settings: dict[str, Any] = {}
+    refusal = None
     for name, value in module.__dict__.items():
+        if name in INTERNAL:
+            continue
+        if is_plain(value):
+            settings[name] = value
+        elif (
+            isinstance(value, Tensor) and value.requires_grad and type(module).__module__.startswith("torch.")
+        ):
+            refusal = f"its {name} is computed from something else (weight_norm, spectral_norm, pruning, …)"
         if name in module._parameters:
-            return f"its attribute {name} hides its parameter {name}; remove the attribute"
-        if isinstance(value, Tensor) and value.requires_grad and type(module).__module__.startswith("torch."):
-            return (
-                f"its {name} is computed from something else (weight_norm, spectral_norm, pruning, …). Remove the "
-                "re-parametrisation, or freeze what it is computed from"
-            )
-    return None
+            refusal = f"its attribute {name} hides its parameter {name}; remove the attribute"
+    return settings, refusal
 
 
 def couples_samples(module: nn.Module) -> bool:
     """Whether the module, as it stands, normalises over the batch."""
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in nested tuples, lists, dicts and objects with attributes such as dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for entry in fields(value):
-            yield from tensors_in(getattr(value, entry.name, None))
-
-
-def outputs_of(output: Any) -> Sequence[Tensor]:
-    """The tensors that a forward returned, in nested tuples too; none if it returned anything else."""
-    if isinstance(output, Tensor):
-        return [output]
-    if not isinstance(output, (tuple, list)):
-        return []
-    found: list[Tensor] = []
-    for item in output:
-        inner = outputs_of(item)
-        if not inner and item is not None:
-            return []
-        found.extend(inner)
-    return found
 
 
 def _version(tensor: Tensor) -> int:

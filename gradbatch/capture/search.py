@@ -168,7 +168,12 @@ class _Search:
         checks.check_earlier(self.inner, edges, self.walk, self.names)
         checks.check_calls(self.uses)
         if self.samples > 1 and not self.names.coupled:
-            checks.check_region(region, {cut.node for cut in cuts}, self.samples, self.walk, self.names)
+            shared_ones = [
+                g for (node, _), g in self.gradients.items() if node in self.forced and g is not None
+            ]
+            finite = all(bool(g.isfinite().all()) for g in shared_ones)
+            border = {cut.node for cut in cuts}
+            checks.check_region(region, border, self.samples, self.walk, self.names, finite)
             checks.check_statistics(cuts)
 
     def _recall(self, entries: Mapping[Node, Sequence[int]]) -> None:

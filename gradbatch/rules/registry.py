@@ -75,7 +75,8 @@ def layer_rule(
     (``call.needs``). It serves every quantity, built in or yours.
 
     Args:
-        types: the layer types, matched exactly. Subclasses need a rule of their own.
+        types: the layer types, matched exactly. Subclasses, and calls that the rule does not describe, are read off
+            the autograd graph.
         feature_axes: how many trailing axes of the output belong to the layer's function, e.g. 1 for a layer that
             acts on the last axis. All axes before them are rows that the layer treats alike, and the samples may lie
             on any of them: ``call.input`` is ``[N, *other rows, *features]``. Left out, the samples must lie on

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gradbatch.api import extend, retract
+from gradbatch.capture.arguments import tensors_in
 from gradbatch.capture.hooks import recorder_of
-from gradbatch.capture.records import tensors_in
 from gradbatch.errors import UsageError
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradbatch.capture.records import tensors_in
+from gradbatch.capture.arguments import tensors_in
 from gradbatch.errors import UsageError
 from gradbatch.verify.forward import Forward, real
 

@@ -46,6 +46,8 @@ def assert_example(example: Example, kind: str, reader: str | None = "node") -> 
 
 # Nodes that are made for some devices only, or not yet in every torch.
 ELSEWHERE = {"CudnnBatchNormBackward", "FusedRmsNormBackward"}
+# Of one operand: what these make of a parameter is shared by all samples, and taken through the region.
+READ = {*READINGS, *POINTWISE, *SHIFTS} - UNARY - ELSEWHERE
 
 
 def keeps(kind: str) -> set[str] | None:
@@ -62,7 +64,7 @@ def test_nodes_that_are_said_to_be_made_elsewhere_are_not_made_here() -> None:
     assert graph.kind(graph.node_of(F.rms_norm(x, (3,), weight))) == "MulBackward"
 
 
-@pytest.mark.parametrize("kind", sorted({*READINGS, *POINTWISE, *SHIFTS} - ELSEWHERE))
+@pytest.mark.parametrize("kind", sorted(READ))
 def test_a_node_of_every_type_in_the_tables_is_read_by_its_rule(kind: str) -> None:
     for example in EVERY_EXAMPLE[kind]:
         assert_example(example, kind)
@@ -80,7 +82,7 @@ def test_every_name_in_the_tables_is_that_of_a_node(kind: str) -> None:
 
 
 def test_tables_have_an_example_for_each_of_their_lines() -> None:
-    assert EVERY_EXAMPLE.keys() == {*READINGS, *POINTWISE, *SHIFTS} - ELSEWHERE
+    assert EVERY_EXAMPLE.keys() == READ
     for kind, examples in EXAMPLES.items():
         assert {example.reading for example in examples} == set(range(len(READINGS[kind])))
 
@@ -99,7 +101,7 @@ def test_each_of_several_readings_is_the_one_that_reads_its_example(
 
 
 # What the rules' calls are made of, by type of node.
-READ: dict[str, str] = {
+ARGUMENTS: dict[str, str] = {
     "MmBackward": "self mat2",
     "AddmmBackward": "mat1 mat2 alpha beta",
     "BmmBackward": "self mat2",
@@ -115,10 +117,10 @@ READ: dict[str, str] = {
     "TrilinearBackward": "i1 i3 expand1 expand2 expand3 sumdim",
     "AddmvBackward": "beta",
 }
-ATTRIBUTES = [(kind, name) for kind, names in READ.items() for name in names.split()]
+ATTRIBUTES = [(kind, name) for kind, names in ARGUMENTS.items() for name in names.split()]
 
 
-@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize("kind", ARGUMENTS)
 def test_what_is_read_of_a_node_is_there_and_nothing_else_is_read(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +134,7 @@ def test_what_is_read_of_a_node_is_there_and_nothing_else_is_read(
     monkeypatch.setattr(graph, "saved", noted)
     for example in EVERY_EXAMPLE[kind]:
         assert_example(example, kind)
-    assert found == set(READ[kind].split())
+    assert found == set(ARGUMENTS[kind].split())
     assert found <= {name.removeprefix("_saved_") for name in keeps(kind) or ()}
 
 
@@ -237,7 +239,7 @@ def test_a_torch_that_shows_nothing_changes_no_result(
     assert_same(watch(model, losses), right)
 
 
-@pytest.mark.parametrize("kind", sorted(READ.keys() - GUARDS.keys()))
+@pytest.mark.parametrize("kind", sorted(ARGUMENTS.keys() - GUARDS.keys()))
 def test_a_torch_that_shows_nothing_is_said_to_be_slow(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, lambda node, name: graph.kind(node) == kind)
     example = EVERY_EXAMPLE[kind][0]

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 import time
 from collections import Counter
 
@@ -10,8 +11,8 @@ from tests.zoo.entries import SOURCES, entries, third
 from tests.zoo.page import PAGE, page
 
 
-def main() -> None:
-    """A line for each entry as it is done, and the totals."""
+def main() -> int:
+    """A line for each entry as it is done, and the totals; exit code 1 if one is wrong, or too many are refused."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="PATTERN", help="entries whose source/name matches")
     parser.add_argument("--third", action="store_true", help="the third that the tests run")
@@ -35,6 +36,9 @@ def main() -> None:
     _say(f"{kinds}; {time.perf_counter() - start:.0f} s")
     if asked.write:
         PAGE.write_text(page(found))
+    compared = [o for o in found if o.kind != "skipped"]
+    right = sum(o.kind == "right" for o in compared)
+    return int(any(o.kind == "wrong" for o in compared) or 100 * right < 99 * len(compared))
 
 
 def line(outcome: Outcome) -> str:
@@ -52,4 +56,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

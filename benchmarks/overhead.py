@@ -1,0 +1,104 @@
+"""What an extended model costs that nobody asks anything of, and what a step costs beside its arithmetic.
+
+``python -m benchmarks.overhead``. *Idle*: a plain step of an extended model, times that of one that is not.
+*Book-keeping*: what ``gradbatch.backward`` does besides passes and rules (the walk, what is remembered, checks), in
+shares of a plain step. *Norms*: a step with ``BatchL2Grad`` once the layouts are known, and one that measures them.
+Contestants run in a new order each round; medians.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradbatch
+from benchmarks.models import Transformer, resnet18
+from benchmarks.run import median_times
+from gradbatch.capture import graph
+from gradbatch.capture.memory import memory_of
+from gradbatch.capture.samples import Samples
+from gradbatch.capture.search import explain
+from gradbatch.selection import select
+
+Losses = Callable[[nn.Module], Tensor]
+
+
+def cases() -> dict[str, tuple[nn.Module, Losses]]:
+    """Models, with functions from them to one loss a sample."""
+    images, ids = torch.randn(16, 3, 32, 32), torch.randint(1000, (8, 64))
+    labels = torch.randint(10, (16,))
+
+    def classify(model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(images), labels, reduction="none")
+
+    def predict(model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(ids).mT, ids, reduction="none").mean(1)
+
+    return {"ResNet-18, N=16": (resnet18(), classify), "transformer, 4 layers, N=8": (Transformer(), predict)}
+
+
+def bookkeeping(model: nn.Module, losses: Losses, repeats: int) -> float:
+    """Median seconds of a steady step's explanation, without its backward pass."""
+    spent: list[float] = []
+    differentiate, names = graph.differentiate, select(model, None).names
+    passes = 0.0
+
+    def timed(*args: object) -> object:
+        nonlocal passes
+        start = time.perf_counter()
+        found = differentiate(*args)  # type: ignore[arg-type]
+        passes += time.perf_counter() - start
+        return found
+
+    graph.differentiate = timed  # type: ignore[assignment]
+    try:
+        for _ in range(repeats):
+            vector, passes = losses(model), 0.0
+            start = time.perf_counter()
+            explain([vector], lambda w: [w], Samples(len(vector)), names, memory=memory_of(model))
+            spent.append(time.perf_counter() - start - passes)
+    finally:
+        graph.differentiate = differentiate
+    return statistics.median(spent)
+
+
+def measure(plain: nn.Module, losses: Losses, repeats: int) -> str:
+    """The line of one model."""
+    idle, asked, first = (gradbatch.extend(copy.deepcopy(plain)) for _ in range(3))
+    gradbatch.extend(first, remember=False)
+
+    def norms(model: nn.Module) -> None:
+        gradbatch.backward(model, losses(model), gradbatch.BatchL2Grad())
+
+    for _ in range(3):
+        norms(asked)
+    contestants: dict[str, Callable[[], object]] = {
+        "plain": lambda: losses(plain).mean().backward(),
+        "idle": lambda: losses(idle).mean().backward(),
+        "norms": lambda: norms(asked),
+        "norms, first step": lambda: norms(first),
+    }
+    times = median_times(contestants, repeats, torch.device("cpu"))
+    seconds = times.pop("plain")
+    share = bookkeeping(asked, losses, repeats) / seconds
+    ratios = "  ".join(f"{what} {t / seconds:.3f}" for what, t in times.items())
+    return f"plain {1e3 * seconds:.1f} ms; times of it: {ratios}  book-keeping {share:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", default=15, type=int)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    print(f"torch {torch.__version__}, CPU, {torch.get_num_threads()} threads, {options.repeats} rounds")
+    for name, (model, losses) in cases().items():
+        print(f"{name}: {measure(model, losses, options.repeats)}")
+
+
+if __name__ == "__main__":
+    main()
