@@ -119,7 +119,8 @@ def _suspicions(node: Node, model: _Model) -> Iterator[Suspicion]:
     slots = [below for below, _ in node.next_functions]
     if kind == "ConvolutionBackward":
         slots = slots[:2]  # a bias has no axis of samples
-    kept = len(constants) if kind in KEEPING_OPERANDS else 0
+    # A Function of somebody's is taken to keep what it needs; what else is None are arguments that are no tensors.
+    kept = len(constants) if kind in KEEPING_OPERANDS else len(slots) if graph.is_function(node) else 0
     added = kind in SHIFTS and slots[0] is None
     unseen = sum(below is None for below in slots) - kept
     if (unseen > 0 or added) and not _concatenates_own(node, model.own):

@@ -1,0 +1,102 @@
+"""Activation checkpointing: right, and what is recomputed is not kept by gradbatch either."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gradbatch
+from gradbatch.capture import graph
+from tests.capture.reference import (
+    WAYS,
+    assert_results,
+    assert_right_both_ways,
+    draw,
+    expected,
+    sum_of_squares,
+    wired,
+)
+
+Block = Callable[[nn.Module, Tensor], Tensor]
+
+
+def mixed(self: nn.Module, x: Tensor) -> Tensor:
+    """Layers with a rule, raw parameters, functional calls and attention."""
+    hidden = self.norm(torch.tanh(self.a(x)) * self.b.bias)
+    hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+    return F.linear(hidden, self.b.weight, self.a.bias)
+
+
+BLOCKS: dict[str, Block] = {
+    "layers": lambda self, x: self.b(torch.tanh(self.a(x))),
+    "raw parameters": lambda self, x: torch.tanh(x @ self.a.weight) * self.b.bias + self.a.bias,
+    "a mixture": mixed,
+    "a layer twice": lambda self, x: self.a(torch.tanh(self.a(x))),
+    "checkpoints inside": lambda self, x: checkpoint(
+        lambda h: self.b(torch.tanh(h)) * self.a.bias, self.a(x), use_reentrant=False
+    ),
+}
+
+
+def model_of(block: Block, checkpointed: bool = True) -> nn.Module:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for _ in range(2):
+            hidden = (
+                checkpoint(lambda h: block(self, h), hidden, use_reentrant=False)
+                if checkpointed
+                else block(self, hidden)
+            )
+        return self.last(hidden)
+
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    layers = {"first": nn.Linear(3, 4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "last": nn.Linear(4, 2)}
+    return wired(forward, **layers, norm=nn.LayerNorm(4), attention=attention)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_checkpointed_blocks_are_right_both_ways(kind: str) -> None:
+    model, x = model_of(BLOCKS[kind]), draw(3, 5, 3)
+    assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_several_steps_are_right(way: str) -> None:
+    model = model_of(mixed)
+    for _ in range(4):
+        x = draw(3, 5, 3)
+        losses = lambda: sum_of_squares(model(x))  # noqa: E731, B023
+        assert_results(WAYS[way](model, losses), expected(model, losses))
+
+
+@pytest.mark.parametrize("saved", ["recomputed", "on the CPU"])
+def test_no_input_of_a_layer_is_kept_until_the_backward(saved: str) -> None:
+    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        pytest.skip("this torch does not tell that saved tensors are packed away; inputs are kept then")
+    seen: list[weakref.ref[Tensor]] = []
+
+    def block(self: nn.Module, x: Tensor) -> Tensor:
+        hidden = torch.tanh(x)
+        seen.append(weakref.ref(hidden))
+        return self.a(hidden)
+
+    if saved == "recomputed":
+        model = model_of(block)
+        losses = sum_of_squares(model(draw(3, 5, 3)))
+    else:
+        model = model_of(block, checkpointed=False)
+        with torch.autograd.graph.save_on_cpu():
+            losses = sum_of_squares(model(draw(3, 5, 3)))
+    records = [r for notes in graph.walk([graph.node_of(losses)], []).notes.values() for r, _ in notes]
+    inner = [record for record in records if record.module is model.a]
+    assert all(not record.args for record in inner)
+    if saved == "recomputed":
+        assert all(reference() is None for reference in seen)
+    right = expected(model, lambda: losses)
+    assert_results(gradbatch.backward(model, losses, gradbatch.BatchGrad()), right)
