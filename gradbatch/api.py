@@ -165,14 +165,14 @@ def per_sample_grads(
     *,
     parameters: str | Iterable[str] | None = None,
     sample_ids: Tensor | None = None,
+    samples_coupled: Literal["refuse", "allow"] = "refuse",
 ) -> dict[str, Tensor]:
     """The gradient of each sample's loss with respect to each parameter.
 
     Args:
         model: an extended model.
         losses: ``[N]``, one loss a sample.
-        parameters: name pattern or patterns of the wanted parameters.
-        sample_ids: the sample of each loss, where a sample has several, as for :func:`backward`.
+        parameters, sample_ids, samples_coupled: as for :func:`backward`.
 
     Returns:
         ``[N, *shape]`` by parameter name, in at least float32. ``p.grad`` stays as it is.
@@ -180,8 +180,8 @@ def per_sample_grads(
     Raises:
         GradBatchError: as :func:`backward`.
     """
-    results = backward(model, losses, BatchGrad(), parameters=parameters, sample_ids=sample_ids)
-    return dict(results[BatchGrad])
+    options = {"parameters": parameters, "sample_ids": sample_ids, "samples_coupled": samples_coupled}
+    return dict(backward(model, losses, BatchGrad(), **options)[BatchGrad])  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -135,10 +135,12 @@ def check_region(
                 "losses out of the batch"
             )
         raise CoupledSamples(
-            f"{layer_of(found.node, walk, names)}: the gradient of what {graph.kind(found.node)} computes does not "
-            f"belong to one of the {samples} samples each, and it reads {found.reads}, which may be data of theirs. "
-            "Either samples are coupled (a contrastive loss, statistics over the batch): keep every sample's rows "
-            "apart up to the loss. Or it is a constant: make it a buffer of the model"
+            f"{layer_of(found.node, walk, names)}: the gradients that arrive at its {graph.kind(found.node)} belong to "
+            f"several of the {samples} samples at once, and it reads {found.reads}, which may be data of theirs. "
+            "Something between it and the losses couples the samples (a contrastive loss, statistics over the batch): "
+            "keep every sample's rows apart up to its loss; where a sample has several losses, pass sample_ids=; to "
+            'take the gradient of each loss as it stands, samples_coupled="allow". If what it reads is a constant, make '
+            "it a buffer"
         )
 
 

@@ -35,9 +35,9 @@ def samples_of(rows: int, sample_ids: Tensor | None) -> Samples:
         sample_ids: the sample of each row, ``[rows]``, whole numbers from 0; ``None``: every row is one.
 
     Raises:
-        UsageError: ids of another kind or number.
+        UsageError: ids of another kind or number, or more samples than rows.
 
-    Edge cases: a number that no row has is a sample with zero gradients; ``N`` is the largest number plus one.
+    Edge cases: ``N`` is the largest number plus one; a smaller one that no row has is a sample with zero gradients.
     """
     if sample_ids is None:
         return Samples(rows)
@@ -52,4 +52,9 @@ def samples_of(rows: int, sample_ids: Tensor | None) -> Samples:
             "return_inverse=True)[1] numbers any ids)"
         )
     ids = sample_ids.detach().long()
+    if rows and int(ids.max()) >= rows:
+        raise UsageError(
+            f"sample_ids go up to {int(ids.max())} for {rows} rows, but samples are numbered from 0 without gaps; "
+            "torch.unique(ids, return_inverse=True)[1] numbers any ids"
+        )
     return Samples(int(ids.max()) + 1 if rows else 0, ids)
