@@ -139,8 +139,8 @@ def check_region(
             f"several of the {samples} samples at once, and it reads {found.reads}, which may be data of theirs. "
             "Something between it and the losses couples the samples (a contrastive loss, statistics over the batch): "
             "keep every sample's rows apart up to its loss; where a sample has several losses, pass sample_ids=; to "
-            'take the gradient of each loss as it stands, samples_coupled="allow". If what it reads is a constant, make '
-            "it a buffer"
+            'take the gradient of each loss as it stands, samples_coupled="allow". If what it reads is a constant, '
+            "make it a buffer"
         )
 
 

@@ -145,7 +145,7 @@ class _Search:
             self._test(uses, self._with_consumers(asked, 2**rounds - 1))
             rounds += 1
         cuts = [self._cut(node, slots) for node, slots in entries.items()]
-        order = shared.order_of(region)
+        order = shared.order_of([node for node in self.walk.order() if node in region])
         self._check(order, cuts)
         if self.recollection is not None:
             self.recollection.store()
@@ -221,7 +221,7 @@ class _Search:
         ]
         gradients: list[list[Tensor | None]] = [[None] * len(use.anchors) for use in self.uses]
         layouts = [SampleLayout(0) for _ in self.uses]
-        order = shared.order_of(region)
+        order = shared.order_of([node for node in self.walk.order() if node in region])
         return Explanation(self.uses, [*layouts], cuts, order, [*gradients], [{} for _ in cuts], self.walk)
 
     def _cut(self, node: Node, slots: Sequence[int]) -> Cut:

@@ -65,11 +65,12 @@ def grows_by_structure(node: Node, shared: Collection[Node]) -> bool:
     )
 
 
-def order_of(region: Collection[Node]) -> list[Node]:
+def order_of(nodes: Sequence[Node]) -> list[Node]:
     """The nodes of a region, each before all that lies below it."""
     order: list[Node] = []
+    region = set(nodes)
     visited: set[Node] = set()
-    pending = [(node, False) for node in region]
+    pending = [(node, False) for node in nodes]
     while pending:
         node, done = pending.pop()
         if done:
