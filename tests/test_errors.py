@@ -54,7 +54,7 @@ class TestTheModel:
             CoupledSamples,
             r"0\.0 \(Centred\).*MulBackward.*4 samples.*shape \(4, 3\)",
         )
-        for way_out in ("rows apart up to its loss", "make it a buffer of the model"):
+        for way_out in ("rows apart up to its loss", "make it a buffer"):
             assert_refused(model, lambda: losses_of(model), CoupledSamples, way_out)
         gradbatch.per_sample_grads(model, losses_of(model), parameters="1.*")
         model[0].requires_grad_(False)

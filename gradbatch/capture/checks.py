@@ -123,7 +123,7 @@ def check_region(
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None
     ]
-    for found in provenance.suspicions(region, own, samples):
+    for found in provenance.suspicions(region, own, samples, walk.consumers):
         # Rows that are added or multiplied to each sample are a table of positions, whatever their number; rows that
         # are compared with the samples may be those of other samples.
         if found.counts and _is_broadcast(found.node, region, cuts, samples, walk):

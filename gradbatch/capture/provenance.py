@@ -8,7 +8,7 @@ batch. So a shared value is accepted only where nothing that it was computed fro
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,31 +61,77 @@ class Suspicion:
     counts: bool = False
 
 
-def suspicions(region: Iterable[Node], own: Sequence[Tensor], samples: int) -> Iterator[Suspicion]:
+def suspicions(
+    region: Sequence[Node],
+    own: Sequence[Tensor],
+    samples: int,
+    consumers: Mapping[Node, Sequence[graph.Edge]],
+) -> Iterator[Suspicion]:
     """Look for operations that may have brought the samples' data into a shared region.
 
     Args:
-        region: nodes taken for computed from parameters alone.
+        region: nodes taken for computed from parameters alone, each before all that lies below it.
         own: the model's parameters and buffers.
         samples: ``N``.
+        consumers: of each node.
 
     Yields:
         Such operations, in the region or among what it was computed from.
     """
     model = _Model(own, {tensor.untyped_storage().data_ptr() for tensor in own}, samples)
     grown: dict[Node, bool] = {}
+    inside, loose = set(region), list[Node]()
     pending = list(region)
     visited = set(pending)
     for node in pending:
         leaf = graph.accumulated_variable(node)
         if leaf is not None and not model.owns(leaf):
             yield Suspicion(node, f"a leaf of shape {tuple(leaf.shape)} that is no parameter of the model")
-        elif leaf is None and graph.kind(node) not in UNARY and not _keeps_shape(node, model, grown):
-            yield from _suspicions(node, model)
+        elif leaf is None and graph.kind(node) not in UNARY:
+            if not _keeps_shape(node, model, grown):
+                yield from _suspicions(node, model)
+            elif node in inside and next(_suspicions(node, model), None) is not None:
+                loose.append(node)
         # What needs a gradient of something else than the wanted parameters is no part of the region, but of this.
         below = {found for found, _ in node.next_functions if found is not None} - visited
         visited |= below
         pending += below
+    # One operand of a parameter's own shape may be a constant. Several, put together, may be one sample's each.
+    for node in _meeting(loose, inside, consumers):
+        yield Suspicion(node, "several operands in turn, one of which it may have of each sample")
+
+
+def _meeting(
+    loose: Sequence[Node], inside: Collection[Node], consumers: Mapping[Node, Sequence[graph.Edge]]
+) -> Iterator[Node]:
+    """Nodes that act on the same parameter as another one, where the results of both go into one value."""
+    parameters = [
+        _reached([node], lambda n: [f for f, _ in n.next_functions if f is not None]) for node in loose
+    ]
+    above = [
+        _reached([node], lambda n: [c for c, _ in consumers.get(n, ()) if c in inside]) - {node}
+        for node in loose
+    ]
+    for i, node in enumerate(loose):
+        for j in range(i):
+            shared = parameters[i] & parameters[j] - set(loose)
+            chained = loose[j] in above[i] or node in above[j]
+            if (
+                above[i] & above[j]
+                and not chained
+                and any(graph.accumulated_variable(n) is not None for n in shared)
+            ):
+                yield node
+                return
+
+
+def _reached(start: Sequence[Node], further: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    found, pending = set(start), list(start)
+    for node in pending:
+        new = set(further(node)) - found
+        found |= new
+        pending += new
+    return found
 
 
 @dataclass(frozen=True)
@@ -100,10 +146,9 @@ class _Model:
         return tensor.untyped_storage().data_ptr() in self.storages
 
     def knows(self, constant: Tensor) -> bool:
-        """Whether a constant cannot be data: the model's own, all one number, or too small for so many samples."""
+        """Whether a constant cannot be data: it is the model's own, or all one number."""
         return (
             self.owns(constant)
-            or constant.numel() < self.samples
             or bool((constant == constant.reshape(-1)[:1]).all())
             or _is_copy(constant, self.own)
         )

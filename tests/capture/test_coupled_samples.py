@@ -40,6 +40,11 @@ MIXES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "batch_norm in training": lambda self, x: F.batch_norm(self.a(x), None, None, training=True),
     "a sum over the batch so far": lambda self, x: self.a(x).cumsum(0),
     "negatives from the batch": lambda self, x: self.a(x) @ torch.tanh(self.b(x)).T,
+    "samples one by one, then together": lambda self, x: centred(torch.stack([self.a(row) for row in x])),
+    "a parameter times one sample after another": lambda self, x: centred(
+        torch.stack([row * self.c for row in x])
+    ),
+    "a sum over samples in a loop": lambda self, x: torch.tanh(x) * sum(row + self.c for row in x),
     "a parameter repeated for each sample": lambda self, x: centred((x + self.c.expand_as(x)).tanh()),
     "a parameter scaled by each sample": lambda self, x: centred(x * self.c.expand_as(x)),
     "a bound of each sample": lambda self, x: centred(torch.clamp(self.c, max=x)),
