@@ -184,7 +184,7 @@ def test_a_refused_parameter_gives_two_and_is_named() -> None:
     code, output = check("Coupled", "--input", "5,7:50", "--input", "5,7,1")
     assert code == 2
     assert "scale 4 – refused (1)" in output and "embedding.weight 50x4 module embedding" in output
-    assert "(Coupled): the gradient of what MulBackward computes" in output and "1 refused" in output
+    assert "(Coupled): the gradients that arrive at its MulBackward" in output and "1 refused" in output
 
 
 def test_coupled_samples_give_two_and_name_the_layer() -> None:

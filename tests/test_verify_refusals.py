@@ -114,7 +114,7 @@ def test_what_is_refused_is_named_and_everything_else_is_checked_all_the_same(co
     assert not report.ok
     assert refused == {f"parts.{i}.{name}" for i in range(count) for name in ("scale", "embedding")}
     assert len([name for names in report.refusals.values() for name in names]) == 2 * count
-    assert "(Embedding): the gradient of what EmbeddingBackward computes" in str(report)
+    assert "(Embedding): the gradients that arrive at its EmbeddingBackward" in str(report)
     assert f"{2 * count} refused" in report.headline()
     assert rows["parts.0.head.weight"].error == pytest.approx(0, abs=1e-12)
     assert rows["parts.0.unused.weight"].error == 0 and not rows["parts.0.unused.weight"].uses
