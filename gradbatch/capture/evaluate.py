@@ -221,7 +221,10 @@ def _apply_rule(
 def _yielded(function: RuleFunction, call: Call, layer: str) -> Iterator[tuple[str, PerSampleGrad]]:
     """Run a rule, and say which rule it was if it fails."""
     try:
-        yield from function(call)
+        for item in function(call):
+            if not isinstance(item, tuple) or len(item) != 2:
+                raise RuleError(f"it yields {item!r}, not pairs of a parameter's name and its PerSampleGrad")
+            yield item
     except GradBatchError as error:
         raise type(error)(f"{layer}: {error}") from error
     except Exception as error:

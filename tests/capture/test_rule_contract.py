@@ -140,6 +140,7 @@ def test_a_rule_may_yield_more_than_is_wanted(teach, left_out: str, way: str) ->
             ),
             "own",
         ),
+        (lambda call: {"scale": Dense(call.grad_output)}, r"Affine \(at own\): it yields 'scale', not pairs"),
     ],
     ids=[
         "missing",
@@ -152,6 +153,7 @@ def test_a_rule_may_yield_more_than_is_wanted(teach, left_out: str, way: str) ->
         "exception",
         "nothing",
         "twice",
+        "dictionary",
     ],
 )
 def test_a_rule_that_hands_back_nonsense_is_refused_by_name(teach, rule, message: str) -> None:
