@@ -59,6 +59,7 @@ def capture_losses(
         totals.add_node(cut, arrived or {})
     for node in found.region:
         totals.pull_back(node)
+    totals.check_delivered()
     grads = {
         p: totals.grads[p] if p in totals.grads else zeros(p, samples).with_planner(planner)
         for p in names.parameters

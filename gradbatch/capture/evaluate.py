@@ -19,7 +19,7 @@ from gradbatch.capture.layouts import words
 from gradbatch.capture.nodes import Cut, contributions
 from gradbatch.capture.undisturbed import readable
 from gradbatch.capture.uses import Use
-from gradbatch.errors import GradBatchError, RuleError, SlowPathWarning
+from gradbatch.errors import GradBatchError, RuleError, SlowPathWarning, UnsupportedLayer
 from gradbatch.factors import Dense, PerSampleGrad
 from gradbatch.plans.contractions import Planner
 from gradbatch.rules import Call, Layout, RuleFunction
@@ -142,6 +142,15 @@ class Totals:
         with readable(graph.kind(node)):
             for slot, grad in graph.in_a_pass_of_its_own(evaluate):
                 self._deliver(node, slot, grad)
+
+    def check_delivered(self) -> None:
+        """Refuse results from which something is missing: a value of the region that was not sent on."""
+        left = [node for node in self._found.region if node in self._waiting]
+        if left:
+            raise UnsupportedLayer(
+                f"the gradients of what {graph.kind(left[0])} computes from parameters were not sent on to them: the "
+                "backward pass did not go through it. Run it for all parameters"
+            )
 
     def _note(self, cut: Cut, slot: int, rule: str) -> None:
         operation, reader = graph.kind(cut.node), "node" if rule else "node call"

@@ -213,6 +213,7 @@ class Forward:
                 own = [self._own(use.name, u, g) for u, g in zip(unseen, arrived, strict=True)]
                 use.record.check_fresh(use.name)
                 current.totals.add_call(use, own, self.found.layouts[number])
+            current.totals.check_delivered()
             for parameter, grad in current.totals.grads.items():
                 total[parameter] = total[parameter] + grad if parameter in total else grad
 

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import gradbatch
 from gradbatch import CoupledSamples
 from tests.capture.reference import (
+    WAYS,
     assert_refused,
     assert_results,
     assert_right_both_ways,
@@ -120,3 +121,14 @@ def test_a_forward_from_before_extend_is_right() -> None:
     losses = sum_of_squares(model(draw(4, 3)))
     gradbatch.extend(model)
     assert_results(driven(model, lambda: losses), expected(model, lambda: losses))
+
+
+def test_a_value_of_the_region_that_is_not_sent_on_is_an_error_and_no_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing may get lost on the way, whatever goes wrong there."""
+    model, x = wired(lambda self, x: x @ torch.tanh(self.a.weight), a=nn.Linear(3, 3)), draw(4, 3)
+    monkeypatch.setattr("gradbatch.capture.evaluate.Totals.pull_back", lambda self, node: None)
+    for way in WAYS:
+        with pytest.raises(gradbatch.UnsupportedLayer, match="TanhBackward"):
+            WAYS[way](model, lambda: sum_of_squares(model(x)))
