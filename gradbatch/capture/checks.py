@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 from gradbatch.capture import graph, provenance
 from gradbatch.capture.nodes import Cut
 from gradbatch.capture.readings import POINTWISE
-from gradbatch.capture.uses import Names, Use, refuse_foreign_hooks
+from gradbatch.capture.uses import Names, Use, hook_message
 from gradbatch.errors import CoupledSamples, UnsupportedLayer
 from gradbatch.rules import SampleLayout
 
@@ -33,7 +33,8 @@ def check_nodes(nodes: Sequence[Node], walk: graph.Walk, names: Names) -> None:
                 "compiled, which hides its calls. Extend and use the model uncompiled, or compile parts without "
                 "parameters"
             )
-        refuse_foreign_hooks([node], layer_of(node, walk, names))
+        if graph.has_foreign_hooks(node):
+            raise UnsupportedLayer(hook_message(layer_of(node, walk, names)))
 
 
 def check_calls(uses: Sequence[Use]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -82,7 +83,12 @@ def accumulated_variable(node: Node) -> Tensor | None:
 
 def kind(node: Node) -> str:
     """What a node computes the gradient of, without the number that torch appends: ``MmBackward``."""
-    return type(node).__name__.rstrip("0123456789")
+    return _kind(type(node))
+
+
+@cache
+def _kind(node_type: type) -> str:
+    return node_type.__name__.rstrip("0123456789")
 
 
 def saved(node: Node, name: str) -> Any:
@@ -109,6 +115,12 @@ def outputs(node: Node) -> list[tuple[torch.Size, torch.dtype]]:
     """Shapes and dtypes of what a node computes, and so of the gradients that it takes."""
     entries: Any = node._input_metadata
     return [(torch.Size(entry.shape), entry.dtype) for entry in entries]
+
+
+def shapes(node: Node) -> tuple[tuple[int, ...], ...]:
+    """Shapes of what a node computes, read faster."""
+    entries: Any = node._input_metadata
+    return tuple([tuple(entry.shape) for entry in entries])
 
 
 def input_shape(node: Node, slot: int) -> torch.Size:
@@ -170,13 +182,18 @@ def runs_its_own_backward(node: Node) -> bool:
 
 def has_foreign_hooks(node: Node) -> bool:
     """Whether somebody else than gradbatch put hooks on the node, which may change the gradients that pass it."""
-    hooks: dict[int, Any] = {}
     for register in (node.register_hook, node.register_prehook):
-        handle = register(lambda *_: None)
-        hooks.update(handle.hooks_dict_ref() or {})  # all hooks on the node; the handle's own one among them
+        handle = register(_nothing)
+        hooks = handle.hooks_dict_ref() or {}  # all hooks on the node
         handle.remove()
-        hooks.pop(handle.id, None)
-    return any(not getattr(hook, "__module__", "").startswith("gradbatch.") for hook in hooks.values())
+        for hook in hooks.values():
+            if not getattr(hook, "__module__", "").startswith("gradbatch."):
+                return True
+    return False
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that leads to the others."""
 
 
 def put_first(leaf: Tensor, hook: int) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
+from torch.autograd.graph import Node
 
 from gradbatch.capture.layouts import OwnerMap
+from gradbatch.capture.propagation import Propagated, Run, Shapes, propagate
 from gradbatch.errors import StaleCapture
 from gradbatch.rules import RowLayout, SampleLayout
 
@@ -54,6 +57,25 @@ class Known:
 
     verdicts: dict[Hashable, tuple[SampleLayout | None, int]] = field(default_factory=dict)
     steps: int = 0
+    _propagated: OrderedDict[Hashable, Propagated] = field(default_factory=OrderedDict)
+
+    def propagated(
+        self,
+        nodes: Sequence[Node],
+        shapes: tuple[Shapes, ...],
+        roots: Mapping[tuple[int, int], Run],
+        samples: int,
+    ) -> Propagated:
+        """Where the samples must lie: derived once for the same shapes and settings of nodes, which are compared.
+
+        The arguments are those of :func:`~gradbatch.capture.propagation.propagate`.
+        """
+        key = shapes, tuple(roots.items())
+        found = self._propagated.get(key)
+        if found is None or not found.holds_for(nodes):
+            found = self._propagated[key] = propagate(nodes, shapes, roots, samples)
+        _forget_oldest(self._propagated, key)
+        return found
 
     def is_due(self) -> bool:
         """Count a step, and say whether it is time to measure again."""
@@ -104,10 +126,15 @@ class Memory:
     def of(self, structure: Hashable) -> Known:
         """What is known of graphs of a structure; the least recently used ones are forgotten."""
         known = self._graphs.setdefault(structure, Known())
-        self._graphs.move_to_end(structure)
-        while len(self._graphs) > GRAPHS:
-            self._graphs.popitem(last=False)
+        _forget_oldest(self._graphs, structure)
         return known
+
+
+def _forget_oldest(entries: OrderedDict[Hashable, Any], used: Hashable) -> None:
+    """Keep the entries that were used last, with the one that is being used."""
+    entries.move_to_end(used)
+    while len(entries) > GRAPHS:
+        entries.popitem(last=False)
 
 
 _memories: weakref.WeakKeyDictionary[nn.Module, Memory] = weakref.WeakKeyDictionary()

@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch.autograd.graph import Node
 
 from gradbatch.capture import graph
@@ -22,8 +22,9 @@ from gradbatch.capture.readings import POINTWISE, SHIFTS
 from gradbatch.capture.shared import RESHAPING, TRANSPOSING
 from gradbatch.rules import SampleLayout
 
-Place = tuple[Node, int]
-"""A node and the number of one of its outputs."""
+Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
+"""Of all that a node computes."""
 
 
 @dataclass(frozen=True)
@@ -61,35 +62,55 @@ class Run:
         return Run(math.prod(new[:to]) * blocks, stride * math.prod(new[to + 1 :]))
 
 
-def propagate(walk: graph.Walk, roots: Mapping[Place, Run], samples: int) -> dict[Place, Run]:
+@dataclass(frozen=True)
+class Propagated:
+    """Where the samples lie in the gradients of a graph, and what of the graph that was derived from.
+
+    Args:
+        certain: by the number of a node in the walk's order and of its output; missing where nothing is certain.
+        settings: what was read of nodes besides their types, edges and shapes, by number and name.
+    """
+
+    certain: Mapping[tuple[int, int], Run]
+    settings: Mapping[tuple[int, str], Any]
+
+    def holds_for(self, nodes: Sequence[Node]) -> bool:
+        """Whether it is as true of another graph with the same types, edges and shapes."""
+        return all(_setting(nodes[at], name) == value for (at, name), value in self.settings.items())
+
+
+def propagate(
+    nodes: Sequence[Node], shapes: Sequence[Shapes], roots: Mapping[tuple[int, int], Run], samples: int
+) -> Propagated:
     """Follow the samples down the graph.
 
     Args:
-        walk: the graph.
-        roots: where they lie in the losses or outputs.
+        nodes: of the graph, all of them.
+        shapes: of what each computes.
+        roots: where the samples lie in the losses or outputs, by number of node and output.
         samples: ``N``, at least 2.
-
-    Returns:
-        Where they lie in the gradients of those nodes' outputs for which that is certain whatever the data is.
     """
-    arrived: dict[Place, list[Run | None]] = {place: [run] for place, run in roots.items()}
-    certain: dict[Place, Run] = {}
-    by_node: dict[Node, list[int]] = {}
-    for node, number in roots:
-        by_node.setdefault(node, []).append(number)
-    for node in _consumers_first(walk):
-        numbers = by_node.get(node, [])
-        runs = {number: _agreed(arrived[node, number]) for number in numbers}
-        certain.update({(node, number): run for number, run in runs.items() if run is not None})
-        if graph.accumulated_variable(node) is not None:
-            continue
-        inputs = _inputs(node, runs, samples)
-        for slot, (below, number) in enumerate(node.next_functions):
-            if below is not None:
-                if (below, number) not in arrived:
-                    by_node.setdefault(below, []).append(number)
-                arrived.setdefault((below, number), []).append(inputs.get(slot))
-    return certain
+    numbers = {node: at for at, node in enumerate(nodes)}
+    arrived: dict[int, dict[int, list[Run | None]]] = {at: {} for at in range(len(nodes))}
+    for (at, number), run in roots.items():
+        arrived[at][number] = [run]
+    certain: dict[tuple[int, int], Run] = {}
+    settings: dict[tuple[int, str], Any] = {}
+    for at in _consumers_first(nodes, numbers):
+        node = nodes[at]
+        runs = {number: _agreed(found) for number, found in arrived[at].items()}
+        known = {number: run for number, run in runs.items() if run is not None}
+        certain.update({(at, number): run for number, run in known.items()})
+        below = [None if b is None else (numbers[b], number) for b, number in node.next_functions]
+        step = _Step(
+            node, at, shapes[at], [None if b is None else shapes[b[0]][b[1]] for b in below], settings
+        )
+        # What arrives uncertain at one output is uncertain in all inputs.
+        inputs = _inputs(step, known, samples) if 0 < len(known) == len(runs) else {}
+        for slot, place in enumerate(below):
+            if place is not None:
+                arrived[place[0]].setdefault(place[1], []).append(inputs.get(slot))
+    return Propagated(certain, settings)
 
 
 def _agreed(runs: Sequence[Run | None]) -> Run | None:
@@ -97,41 +118,70 @@ def _agreed(runs: Sequence[Run | None]) -> Run | None:
     return runs[0] if all(run == runs[0] for run in runs) else None
 
 
-def _consumers_first(walk: graph.Walk) -> Iterable[Node]:
-    waiting = {node: len(consumers) for node, consumers in walk.consumers.items()}
-    pending = [node for node, count in waiting.items() if not count]
-    for node in pending:
-        yield node
-        for below, _ in node.next_functions:
-            if below is not None:
-                waiting[below] -= 1
-                if not waiting[below]:
-                    pending.append(below)
+def _consumers_first(nodes: Sequence[Node], numbers: Mapping[Node, int]) -> Iterable[int]:
+    below = [[numbers[b] for b, _ in node.next_functions if b is not None] for node in nodes]
+    waiting = [0] * len(nodes)
+    for inputs in below:
+        for at in inputs:
+            waiting[at] += 1
+    pending = [at for at, count in enumerate(waiting) if not count]
+    for at in pending:
+        yield at
+        for further in below[at]:
+            waiting[further] -= 1
+            if not waiting[further]:
+                pending.append(further)
 
 
-def _inputs(node: Node, runs: Mapping[int, Run | None], samples: int) -> dict[int, Run | None]:
+_MISSING = object()
+
+
+def _setting(node: Node, name: str) -> Any:
+    try:
+        return graph.saved(node, name)
+    except AttributeError:  # not shown by this version of torch
+        return _MISSING
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One node on the way down; what is read of it is written down."""
+
+    node: Node
+    at: int
+    outputs: Shapes
+    inputs: Sequence[Shape | None]
+    settings: dict[tuple[int, str], Any]
+
+    @property
+    def kind(self) -> str:
+        return graph.kind(self.node)
+
+    def saved(self, name: str) -> Any:
+        value = self.settings[self.at, name] = _setting(self.node, name)
+        if value is _MISSING:
+            raise AttributeError(name)
+        return value
+
+
+def _inputs(step: _Step, known: Mapping[int, Run], samples: int) -> dict[int, Run | None]:
     """Where the samples lie in the gradients of a node's inputs, as far as that is certain."""
-    kind, outputs = graph.kind(node), graph.outputs(node)
-    known = {number: run for number, run in runs.items() if run is not None}
-    if len(known) < len(runs) or not known:
-        return {}
     number, run = next(iter(known.items()))
-    shape = outputs[number][0]
-    slots = [slot for slot, (below, _) in enumerate(node.next_functions) if below is not None]
-    if kind in RESHAPING:
+    shape = step.outputs[number]
+    slots = {slot: below for slot, below in enumerate(step.inputs) if below is not None}
+    if step.kind in RESHAPING:
         return dict.fromkeys(slots, run)
     axis = run.axis(shape, samples)
-    if axis is None or kind not in _AXES:
+    if axis is None or step.kind not in _AXES:
         return {}
     # Outputs of one node (the parts of a split) are cut from one tensor: it has the samples where they all have them.
     for other, others_run in known.items():
-        if run.moved(axis, shape, axis, outputs[other][0]) != others_run:
+        if run.moved(axis, shape, axis, step.outputs[other]) != others_run:
             return {}
     found: dict[int, Run | None] = {}
-    with suppress(AttributeError, IndexError):  # not shown by this version of torch
-        for slot in slots:
-            below = graph.input_shape(node, slot)
-            to = _AXES[kind](node, axis, shape, slot, below)
+    with suppress(AttributeError, IndexError):
+        for slot, below in slots.items():
+            to = _AXES[step.kind](step, axis, shape, slot, below)
             if to is not None:
                 found[slot] = run.moved(axis, shape, to, below)
     return found
@@ -139,7 +189,7 @@ def _inputs(node: Node, runs: Mapping[int, Run | None], samples: int) -> dict[in
 
 # ---- where the sample axis of an output is in an input; None if it has none, or nothing is certain
 
-Axis = Callable[[Node, int, torch.Size, int, torch.Size], int | None]
+Axis = Callable[[_Step, int, Shape, int, Shape], int | None]
 
 
 def _wrapped(axis: int, dim: int) -> int:
@@ -147,88 +197,88 @@ def _wrapped(axis: int, dim: int) -> int:
     return (axis - 2**64 if axis >= 2**63 else axis) % dim
 
 
-def _saved_axes(node: Node, name: str, dim: int) -> list[int]:
-    axes = graph.saved(node, name)
+def _saved_axes(step: _Step, name: str, dim: int) -> list[int]:
+    axes = step.saved(name)
     if axes is None or axes == ():
         return list(range(dim))
     return [_wrapped(axis, dim) for axis in (axes if isinstance(axes, (tuple, list)) else (axes,))]
 
 
-def _elementwise(_: Node, axis: int, shape: torch.Size, __: int, below: torch.Size) -> int | None:
+def _elementwise(_: _Step, axis: int, shape: Shape, __: int, below: Shape) -> int | None:
     """Broadcasting aligns the last axes."""
     to = axis - (len(shape) - len(below))
     return to if to >= 0 and below[to] == shape[axis] else None
 
 
-def _transposed(node: Node, axis: int, shape: torch.Size, _: int, __: torch.Size) -> int:
-    if graph.kind(node) == "PermuteBackward":
-        return _saved_axes(node, "dims", len(shape))[axis]
-    if graph.kind(node) == "TBackward":
+def _transposed(step: _Step, axis: int, shape: Shape, _: int, __: Shape) -> int:
+    if step.kind == "PermuteBackward":
+        return _saved_axes(step, "dims", len(shape))[axis]
+    if step.kind == "TBackward":
         return len(shape) - 1 - axis
-    first, second = (_wrapped(graph.saved(node, name), len(shape)) for name in ("dim0", "dim1"))
+    first, second = (_wrapped(step.saved(name), len(shape)) for name in ("dim0", "dim1"))
     return {first: second, second: first}.get(axis, axis)
 
 
-def _reduced(node: Node, axis: int, shape: torch.Size, _: int, below: torch.Size) -> int:
-    gone = _saved_axes(node, "dim", len(below))
+def _reduced(step: _Step, axis: int, shape: Shape, _: int, below: Shape) -> int:
+    gone = _saved_axes(step, "dim", len(below))
     if len(below) == len(shape):
         return axis
     return [a for a in range(len(below)) if a not in gone][axis]
 
 
-def _along(node: Node, axis: int, shape: torch.Size, _: int, below: torch.Size) -> int | None:
+def _along(step: _Step, axis: int, shape: Shape, _: int, below: Shape) -> int | None:
     """Operations that mix or select along one axis."""
-    return None if axis in _saved_axes(node, "dim", len(below)) else axis
+    return None if axis in _saved_axes(step, "dim", len(below)) else axis
 
 
-def _selected(node: Node, axis: int, _: torch.Size, __: int, below: torch.Size) -> int:
-    return axis + (axis >= _wrapped(graph.saved(node, "dim"), len(below)))
+def _selected(step: _Step, axis: int, _: Shape, __: int, below: Shape) -> int:
+    return axis + (axis >= _wrapped(step.saved("dim"), len(below)))
 
 
-def _stacked(node: Node, axis: int, shape: torch.Size, _: int, __: torch.Size) -> int | None:
-    new = _wrapped(graph.saved(node, "dim"), len(shape))
+def _stacked(step: _Step, axis: int, shape: Shape, _: int, __: Shape) -> int | None:
+    new = _wrapped(step.saved("dim"), len(shape))
     return None if axis == new else axis - (axis > new)
 
 
-def _product(node: Node, axis: int, shape: torch.Size, slot: int, below: torch.Size) -> int | None:
+def _product(step: _Step, axis: int, shape: Shape, slot: int, below: Shape) -> int | None:
     """``[..., i, j] = [..., i, k] [..., k, j]``, and something added to it."""
-    kind = graph.kind(node)
+    kind = step.kind
     if kind in SHIFTS and slot == 0:
-        return _elementwise(node, axis, shape, slot, below)
+        return _elementwise(step, axis, shape, slot, below)
     first = slot == (1 if kind in SHIFTS else 0)
     if axis < len(shape) - 2:
         return axis
     return axis if first == (axis == len(shape) - 2) else None
 
 
-def _vector_product(_: Node, axis: int, __: torch.Size, slot: int, ___: torch.Size) -> int | None:
+def _vector_product(_: _Step, axis: int, __: Shape, slot: int, ___: Shape) -> int | None:
     return axis if slot == 0 else None
 
 
-def _images(_: Node, axis: int, __: torch.Size, slot: int, ___: torch.Size) -> int | None:
+def _images(_: _Step, axis: int, __: Shape, slot: int, ___: Shape) -> int | None:
     """Operations on each image, or each sample's heads, by itself."""
     return 0 if axis == 0 and slot == 0 else None
 
 
-def _padded(node: Node, axis: int, shape: torch.Size, _: int, __: torch.Size) -> int | None:
-    untouched = len(shape) - len(graph.saved(node, "pad")) // 2
+def _padded(step: _Step, axis: int, shape: Shape, _: int, __: Shape) -> int | None:
+    untouched = len(shape) - len(step.saved("pad")) // 2
     return axis if axis < untouched else None
 
 
-def _attention(_: Node, axis: int, __: torch.Size, slot: int, ___: torch.Size) -> int | None:
+def _attention(_: _Step, axis: int, __: Shape, slot: int, ___: Shape) -> int | None:
     return axis if axis in (0, 1) and slot < 3 else None
 
 
-def _normalised(node: Node, axis: int, shape: torch.Size, slot: int, _: torch.Size) -> int | None:
-    leading = len(shape) - len(graph.saved(node, "normalized_shape"))
+def _normalised(step: _Step, axis: int, shape: Shape, slot: int, _: Shape) -> int | None:
+    leading = len(shape) - len(step.saved("normalized_shape"))
     return axis if slot == 0 and axis < leading else None
 
 
-def _batch_normalised(node: Node, axis: int, _: torch.Size, slot: int, __: torch.Size) -> int | None:
-    return 0 if slot == 0 and axis == 0 and not graph.saved(node, "training") else None
+def _batch_normalised(step: _Step, axis: int, _: Shape, slot: int, __: Shape) -> int | None:
+    return 0 if slot == 0 and axis == 0 and not step.saved("training") else None
 
 
-def _likelihood(node: Node, axis: int, shape: torch.Size, _: int, below: torch.Size) -> int | None:
+def _likelihood(step: _Step, axis: int, shape: Shape, _: int, below: Shape) -> int | None:
     """``[N, *]`` from ``[N, C, *]``, where nothing is summed."""
     return axis + (axis > 0) if len(below) == len(shape) + 1 else None
 

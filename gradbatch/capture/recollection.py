@@ -8,7 +8,7 @@ from gradbatch.capture import graph
 from gradbatch.capture.layouts import Owners
 from gradbatch.capture.memory import Known, Measured, Memory
 from gradbatch.capture.passes import Place
-from gradbatch.capture.propagation import Run, propagate
+from gradbatch.capture.propagation import Run
 from gradbatch.capture.uses import Use
 from gradbatch.rules import Layout, SampleLayout
 
@@ -25,8 +25,11 @@ class Recollection:
 
     def __init__(self, memory: Memory, walk: graph.Walk, samples: int, roots: Mapping[Place, Run]) -> None:
         self._known: Known = memory.of((samples, tuple(walk.structure)))
-        self._numbers = {node: number for number, node in enumerate(walk.order())}
-        self._certain = propagate(walk, roots, samples)
+        nodes = list(walk.order())
+        self._numbers = {node: number for number, node in enumerate(nodes)}
+        self._shapes = tuple([graph.shapes(node) for node in nodes])
+        starts = {(self._numbers[node], number): run for (node, number), run in roots.items()}
+        self._certain = self._known.propagated(nodes, self._shapes, starts, samples).certain
         self._measured: dict[Hashable, Measured] = {}
         self._is_due = self._known.is_due()
 
@@ -67,22 +70,25 @@ class Recollection:
 
     def _is_certain(self, place: Place, owners: Layout | Owners | None) -> bool:
         """Whether the samples lie so, whatever the data is."""
-        shape = graph.outputs(place[0])[place[1]][0]
-        return isinstance(owners, SampleLayout) and self._certain.get(place) == Run.of(owners, shape)
+        at, number = self._numbers[place[0]], place[1]
+        return isinstance(owners, SampleLayout) and self._certain.get((at, number)) == Run.of(
+            owners, self._shapes[at][number]
+        )
 
     def _follows(self, use: Use, layout: Layout | None) -> bool:
         """Whether a layout holds for all outputs of a call, whatever the data is."""
         if use.rule.arrange is not None or not isinstance(layout, SampleLayout):
             return False
         return all(
-            self._certain.get((node, anchor.number)) == Run.of(layout, anchor.shape)
-            and (anchor.is_reshaped or anchor.is_whole)
+            self._certain.get((self._numbers[node], anchor.number)) == Run.of(layout, anchor.shape)
+            and (anchor.is_whole or anchor.is_reshaped)
             for node, anchor in use.anchors
         )
 
     def _key_of_place(self, place: Place) -> Hashable:
         node, number = place
-        return self._numbers[node], number, graph.outputs(node)[number][0]
+        at = self._numbers[node]
+        return at, number, self._shapes[at][number]
 
     def _key_of_use(self, use: Use) -> Hashable:
         nodes = tuple(self._numbers[node] for node, _ in use.anchors)

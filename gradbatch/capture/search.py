@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -88,11 +89,10 @@ class _Search:
         records = {use.record for explanation in earlier for use in explanation.uses}
         self.uses = [use for use in self.uses if use.record not in records]
         self.inner = {node for explanation in earlier for node in explanation.inner}
-        self.roots = {graph.node_of(root) for root in roots}
-        self.numbers: dict[Node, set[int]] = {}
+        self.roots: dict[Node, set[int]] = {}
         for root in roots:
-            self.numbers.setdefault(graph.node_of(root), set()).add(root.output_nr)
-        self.relevant = self._relevant()
+            self.roots.setdefault(graph.node_of(root), set()).add(root.output_nr)
+        self.numbers: dict[Node, list[int]] = {}
         self.owners: dict[Place, Owners | None] = {}
         self.gradients: dict[Place, Tensor | None] = {}
         self.layouts: dict[Use, Layout | None] = {}
@@ -112,18 +112,16 @@ class _Search:
         }
         return Recollection(memory, self.walk, samples.count, roots)
 
-    def _relevant(self) -> set[Node]:
+    @cached_property
+    def relevant(self) -> set[Node]:
         """Nodes from which a wanted parameter is reached."""
         found: set[Node] = set()
         pending = list(self.walk.accumulators)
         while pending:
             node = pending.pop()
-            if node in found:
-                continue
-            found.add(node)
-            for consumer, slot in self.walk.consumers[node]:
-                self.numbers.setdefault(node, set()).add(consumer.next_functions[slot][1])
-                pending.append(consumer)
+            if node not in found:
+                found.add(node)
+                pending += [consumer for consumer, _ in self.walk.consumers[node]]
         return found
 
     # ---- the search
@@ -256,7 +254,12 @@ class _Search:
         return region, {node: sorted(set(slots)) for node, slots in entries.items() if node not in region}
 
     def _outputs(self, node: Node) -> list[int]:
-        return sorted(self.numbers.get(node, ()))
+        """Which of a node's outputs something is computed from, or is a loss."""
+        found = self.numbers.get(node)
+        if found is None:
+            used = {consumer.next_functions[slot][1] for consumer, slot in self.walk.consumers[node]}
+            found = self.numbers[node] = sorted(used | self.roots.get(node, set()))
+        return found
 
     def _is_tested(self, node: Node) -> bool:
         return all((node, number) in self.owners for number in self._outputs(node))

@@ -7,7 +7,7 @@ the parameter's. So a record claims only what no other call could account for to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -84,11 +84,9 @@ class Use:
 
     def check_hooks(self) -> None:
         """Refuse hooks on the graph that may change the gradient where nobody sees it (:class:`UnsupportedLayer`)."""
-        consumers = {node for into in self.claimed.values() for edges in into.values() for node, _ in edges}
-        refuse_foreign_hooks(
-            consumers.union(node for node, _ in self.anchors),
-            f"{self.name} ({self.record.module_type.__name__})",
-        )
+        nodes = {node for into in self.claimed.values() for edges in into.values() for node, _ in edges}
+        if any(map(graph.has_foreign_hooks, nodes.union(node for node, _ in self.anchors))):
+            raise UnsupportedLayer(hook_message(f"{self.name} ({self.record.module_type.__name__})"))
 
 
 @dataclass
@@ -202,13 +200,12 @@ def _overlaps(use: Use, anchored: Mapping[Node, Sequence[Use]]) -> bool:
     return any(other is use or own & set(map(id, other.record.parameters.values())) for other in inside)
 
 
-def refuse_foreign_hooks(nodes: Iterable[Node], layer: str) -> None:
-    """Refuse hooks on nodes that may change the gradient where nobody sees it (:class:`UnsupportedLayer`)."""
-    if any(map(graph.has_foreign_hooks, nodes)):
-        raise UnsupportedLayer(
-            f"{layer}: a hook on the autograd node of its output may change the gradient where gradbatch cannot see "
-            "it; use a tensor hook (output.register_hook) instead"
-        )
+def hook_message(layer: str) -> str:
+    """The error for a hook on a node, which may change the gradients that pass it."""
+    return (
+        f"{layer}: a hook on the autograd node of its output may change the gradient where gradbatch cannot see it; use "
+        "a tensor hook (output.register_hook) instead"
+    )
 
 
 def coupling_message(name: str, module_type: type[nn.Module]) -> str:

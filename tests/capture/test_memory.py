@@ -184,9 +184,11 @@ def test_what_follows_from_the_operations_is_so(samples: int) -> None:
     model, ones = network(), torch.ones(samples, dtype=torch.float64)
     losses, weights = sum_of_squares(model(draw(samples, 5, 3))), draw(samples)
     walk = graph.walk([graph.node_of(losses)], list(model.parameters()))
-    certain = propagate(walk, {(graph.node_of(losses), 0): Run(1, 1)}, samples)
+    nodes = list(walk.order())
+    certain = propagate(nodes, [graph.shapes(node) for node in nodes], {(0, 0): Run(1, 1)}, samples).certain
     assert len(certain) > 20
-    for (node, number), run in certain.items():
+    for (at, number), run in certain.items():
+        node = nodes[at]
         edge = torch.autograd.graph.GradientEdge(node, number)
         plain, weighted = (
             torch.autograd.grad(losses, [edge], w, retain_graph=True)[0].flatten() for w in (ones, weights)
