@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from gradbatch.rules import rule_for
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Anchor:
     """How the gradient of one output of a call is read off the graph, at the node that carries the record.
 
@@ -49,7 +49,7 @@ class Anchor:
     base_shape: torch.Size
     base_strides: tuple[int, ...]
 
-    @cached_property
+    @property
     def is_reshaped(self) -> bool:
         """Whether output and base are the same numbers in row-major order."""
         return _is_contiguous(self.shape, self.strides) and _is_contiguous(self.base_shape, self.base_strides)
@@ -92,8 +92,8 @@ def _is_rearrangement(view: Tensor, base: Tensor) -> bool:
         view.numel() == base.numel()
         and view.dtype == base.dtype
         and view.storage_offset() == base.storage_offset()
-        and _is_gapless(view)
-        and _is_gapless(base)
+        and (view.is_contiguous() or _is_gapless(view))
+        and (base.is_contiguous() or _is_gapless(base))
         and not view.is_conj()
         and not view.is_neg()
     )

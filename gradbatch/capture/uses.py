@@ -203,8 +203,8 @@ def _overlaps(use: Use, anchored: Mapping[Node, Sequence[Use]]) -> bool:
 def hook_message(layer: str) -> str:
     """The error for a hook on a node, which may change the gradients that pass it."""
     return (
-        f"{layer}: a hook on the autograd node of its output may change the gradient where gradbatch cannot see it; use "
-        "a tensor hook (output.register_hook) instead"
+        f"{layer}: a hook on the autograd node of its output may change the gradient where gradbatch cannot see it; "
+        "use a tensor hook (output.register_hook) instead"
     )
 
 
