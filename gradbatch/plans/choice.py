@@ -27,6 +27,10 @@ PLANS: Mapping[str, tuple[str, ...]] = {
 # so few output channels in a group that the product of patches is no matrix product (measured, one CPU thread).
 _MANY_POSITIONS, _FEW_OUTPUTS = 512, 8
 
+# Temporaries up to this size are carved out of memory that the C library keeps on a CPU; larger ones are fetched from
+# the system page by page, which takes longer than the arithmetic. They stay in a cache besides.
+_RECYCLED = 16 * 2**20
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -72,39 +76,49 @@ def check_force(force: Mapping[str, str]) -> None:
 
 
 @lru_cache(maxsize=4096)
-def choose(
+def candidates(
     operation: str, sizes: Sizes, budget: int, force: tuple[tuple[str, str], ...], centered: bool
-) -> Plan:
-    """Choose the plan of an operation: the forced one if it can evaluate these operands, else the fastest."""
+) -> tuple[Plan, ...]:
+    """Every plan that can evaluate an operation, the fastest by the cost model first; the forced one alone."""
     forced = dict(force)
-    kernel = _kernel(sizes, forced.get("dense"))
-    costs: dict[str, Cost] = {}
+    kernels = _kernels(sizes, forced.get("dense"))
+    costs: dict[tuple[str, str], Cost] = {}
     if operation == "dense":
-        costs[kernel] = cost_from_dense(operation, sizes, kernel)
+        costs = {(kernel, kernel): cost_from_dense(operation, sizes, kernel) for kernel in kernels}
     elif operation == "sum":
         names = ("native", "einsum") if sizes.patches else ("einsum",)
-        costs = {name: cost_without_dense(operation, sizes) for name in names}
+        costs = {(name, kernels[0]): cost_without_dense(operation, sizes) for name in names}
     else:
         direct = PLANS[operation][0]
         if direct != "squares" or (sizes.t == 1 and not centered):
-            costs[direct] = cost_without_dense(operation, sizes)
-        costs["dense"] = cost_from_dense(operation, sizes, kernel)
+            costs[direct, kernels[0]] = cost_without_dense(operation, sizes)
+        costs |= {("dense", kernel): cost_from_dense(operation, sizes, kernel) for kernel in kernels}
     name = forced.get(operation, "")
-    if name not in costs:
-        name = min(costs, key=lambda key: costs[key].time)
-    cost = costs[name]
-    tile, held = _tile(operation, name, cost, sizes, budget // sizes.itemsize)
+    if any(name == other for other, _ in costs):
+        costs = {plan: cost for plan, cost in costs.items() if plan[0] == name}
+    # Kernels are in the order of preference; their costs differ by what is unfolded alone.
+    times = {plan: (cost.time if plan[1] == kernels[0] else math.inf) for plan, cost in costs.items()}
+    room = budget if sizes.cuda else min(budget, _RECYCLED)
+    return tuple(
+        _plan(operation, *plan, costs[plan], sizes, room // sizes.itemsize)
+        for plan in sorted(costs, key=times.__getitem__)
+    )
+
+
+def _plan(operation: str, name: str, kernel: str, cost: Cost, sizes: Sizes, room: int) -> Plan:
+    tile, held = _tile(operation, name, cost, sizes, room)
     return Plan(operation, name, cost.flops, held * sizes.itemsize, tile, kernel)
 
 
-def _kernel(sizes: Sizes, forced: str | None) -> str:
-    """How gradients are materialised."""
+def _kernels(sizes: Sizes, forced: str | None) -> tuple[str, ...]:
+    """How gradients can be materialised, the best guess first."""
     if not sizes.patches:
-        return "einsum"
+        return ("einsum",)
     if forced in CORRELATE_METHODS:
-        return str(forced)
+        return (str(forced),)
     few = sizes.g > 1 and sizes.p <= _FEW_OUTPUTS
-    return "grouped" if not sizes.cuda and (few or sizes.t > _MANY_POSITIONS) else "unfold"
+    first = "grouped" if not sizes.cuda and (few or sizes.t > _MANY_POSITIONS) else "unfold"
+    return (first, *(method for method in CORRELATE_METHODS if method != first))
 
 
 def _tile(operation: str, name: str, cost: Cost, sizes: Sizes, room: int) -> tuple[Tile, int]:

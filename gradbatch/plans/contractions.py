@@ -6,7 +6,7 @@ contracted against positions (the "ghost" plans) the terms can be much larger th
 their digits that way are found and materialised.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,13 +17,14 @@ from gradbatch.plans import kernels
 from gradbatch.plans.choice import (
     PLANS as PLANS,
     Plan as Plan,
+    candidates,
     check_force,
     check_operation as check_operation,
-    choose,
 )
 from gradbatch.plans.convolutions import Patches
 from gradbatch.plans.costs import Sizes
 from gradbatch.plans.kernels import Operand as Operand, Tile
+from gradbatch.plans.measured import Timings
 
 AnyOperand = TypeVar("AnyOperand", bound=Operand)
 
@@ -39,6 +40,9 @@ class Planner:
         force: operation to plan name, for what should not be left to the cost model. Where a forced plan cannot
             evaluate the operands (a native convolution kernel for plain tensors, ``"squares"`` for several positions)
             it is ignored.
+        measure: time every plan on the first operands of each shape instead of asking the cost model, as
+            ``torch.backends.cudnn.benchmark`` does. Pays where one planner is passed to every step of a loop. Which
+            plan wins may differ from run to run, and with it the rounding.
 
     All operands are computed in the widest of their dtypes, at least float32.
 
@@ -50,18 +54,22 @@ class Planner:
         Planner(budget=1048576, force={'squared_norm': 'ghost'})
     """
 
-    def __init__(self, budget: int = DEFAULT_BUDGET, force: Mapping[str, str] | None = None) -> None:
-        self.budget, self.force = budget, dict(force or {})
+    def __init__(
+        self, budget: int = DEFAULT_BUDGET, force: Mapping[str, str] | None = None, *, measure: bool = False
+    ) -> None:
+        self.budget, self.force, self.measure = budget, dict(force or {}), measure
+        self._timings = Timings()
         if budget <= 0:
             raise UsageError(f"budget is {budget}; it is a number of bytes, at least 1.")
         check_force(self.force)
 
     def __repr__(self) -> str:
-        return f"Planner(budget={self.budget}, force={self.force})"
+        measure = ", measure=True" if self.measure else ""
+        return f"Planner(budget={self.budget}, force={self.force}{measure})"
 
     def forcing(self, **force: str) -> "Planner":
         """A planner with the same budget that forces these plans too."""
-        return Planner(self.budget, {**self.force, **force})
+        return Planner(self.budget, {**self.force, **force}, measure=self.measure)
 
     def plan(
         self,
@@ -72,7 +80,7 @@ class Planner:
         count: int = 1,
         centered: bool = False,
     ) -> Plan:
-        """Decide how an operation is evaluated.
+        """How an operation is evaluated; before anything was measured, by the cost model.
 
         Args:
             operation: a key of :data:`PLANS`.
@@ -85,6 +93,19 @@ class Planner:
         Raises:
             UsageError: for an unknown operation.
         """
+        sizes, plans = self._candidates(operation, left, right, others, count, centered)
+        known = self._timings.best.get(_key(operation, sizes, left, right, centered))
+        return plans[0] if known is None else known[0]
+
+    def _candidates(
+        self,
+        operation: str,
+        left: Tensor,
+        right: Operand,
+        others: tuple[Tensor, Operand] | None,
+        count: int,
+        centered: bool,
+    ) -> tuple[Sizes, tuple[Plan, ...]]:
         check_operation(operation)
         left2, right2 = others or (left, right)
         dtype = accumulation_dtype(left.dtype, right.dtype, left2.dtype, right2.dtype)
@@ -102,51 +123,69 @@ class Planner:
             patches=isinstance(right, Patches) or isinstance(right2, Patches),
             cuda=left.device.type == "cuda",
         )
-        return choose(operation, sizes, self.budget, tuple(sorted(self.force.items())), centered)
+        return sizes, candidates(operation, sizes, self.budget, tuple(sorted(self.force.items())), centered)
+
+    def _evaluate(
+        self,
+        run: Callable[[Plan], Tensor],
+        operation: str,
+        left: Tensor,
+        right: Operand,
+        others: tuple[Tensor, Operand] | None = None,
+        count: int = 1,
+        centered: bool = False,
+    ) -> Tensor:
+        """Run the best plan."""
+        sizes, plans = self._candidates(operation, left, right, others, count, centered)
+        if not self.measure or len(plans) == 1:
+            return run(plans[0])
+        return self._timings.run(_key(operation, sizes, left, right, centered), plans, run, left.device)
 
     def dense(self, left: Tensor, right: Operand) -> Tensor:
         """Per-sample gradients, ``[N, G, P, D]``."""
         left, right = _promoted(left, right)
-        plan = self.plan("dense", left, right)
-        return kernels.slab(left, right, plan.tile, plan.kernel)
+        return self._evaluate(
+            lambda plan: kernels.slab(left, right, plan.tile, plan.kernel), "dense", left, right
+        )
 
     def sum(self, left: Tensor, right: Operand) -> Tensor:
         """Sum over samples, ``[G, P, D]``."""
         left, right = _promoted(left, right)
-        plan = self.plan("sum", left, right)
-        return kernels.summed(left, right, plan.tile, plan.name == "native")
+        return self._evaluate(
+            lambda plan: kernels.summed(left, right, plan.tile, plan.name == "native"), "sum", left, right
+        )
 
     def weighted_sum(self, left: Tensor, right: Operand, weights: Tensor) -> Tensor:
         """Weighted sums for ``weights [K, N]``, ``[K, G, P, D]``."""
         left, right, weights = _promoted(left, right, weights)
-        plan = self.plan("weighted_sum", left, right, count=len(weights))
-        if plan.name == "dense":
-            return kernels.weighted_dense(left, right, weights, plan.tile, plan.kernel)
-        each = self.plan("sum", left, right)
-        return kernels.weighted_scaled(left, right, weights, each.tile, each.name == "native")
+
+        def run(plan: Plan) -> Tensor:
+            if plan.name == "dense":
+                return kernels.weighted_dense(left, right, weights, plan.tile, plan.kernel)
+            sums = [self.sum(left * weight[:, None, None, None], right) for weight in weights]
+            return torch.stack(sums) if len(sums) > 1 else sums[0][None]
+
+        return self._evaluate(run, "weighted_sum", left, right, count=len(weights))
 
     def squared_norm(self, left: Tensor, right: Operand) -> Tensor:
         """Squared norms, ``[N]``, never negative."""
         left, right = _promoted(left, right)
-        plan = self.plan("squared_norm", left, right)
-        if plan.name == "dense":
-            return kernels.squared_norm_dense(left, right, plan.tile, plan.kernel)
-        norms = kernels.squared_norm_ghost(left, right, plan.tile)
-        lost = _cancelled(left, right, norms, plan.tile)
-        if len(lost) == 0:
-            return norms
-        again = self.forcing(squared_norm="dense").squared_norm(left[lost], select(right, lost))
-        return norms.index_copy(0, lost, again)
+
+        def run(plan: Plan) -> Tensor:
+            if plan.name == "dense":
+                return kernels.squared_norm_dense(left, right, plan.tile, plan.kernel)
+            norms = kernels.squared_norm_ghost(left, right, plan.tile)
+            lost = _cancelled(left, right, norms, plan.tile)
+            if len(lost) == 0:
+                return norms
+            again = self.forcing(squared_norm="dense").squared_norm(left[lost], select(right, lost))
+            return norms.index_copy(0, lost, again)
+
+        return self._evaluate(run, "squared_norm", left, right)
 
     def inner(self, left: Tensor, right: Operand, left2: Tensor, right2: Operand) -> Tensor:
         """Inner products of each sample's two gradients, ``[N]``; exact to rounding of the product of the norms."""
         left, right, left2, right2 = _promoted(left, right, left2, right2)
-        plan = self.plan("inner", left, right, (left2, right2))
-        if plan.name == "dense":
-            methods = plan.kernel, self.plan("dense", left2, right2).kernel
-            return kernels.inner_dense(left, right, left2, right2, plan.tile, methods)
-        value = kernels.inner_ghost(left, right, left2, right2, plan.tile)
-        size = (kernels.rounding(left, right, plan.tile) * kernels.rounding(left2, right2, plan.tile)).sqrt()
 
         def norms(index: Tensor) -> Tensor:
             first = self.squared_norm(left[index], select(right, index))
@@ -156,7 +195,18 @@ class Planner:
             first, second = (left[index], select(right, index)), (left2[index], select(right2, index))
             return self.forcing(inner="dense").inner(*first, *second)
 
-        return kernels.repaired(value, size, norms, again)
+        def run(plan: Plan) -> Tensor:
+            if plan.name == "dense":
+                methods = plan.kernel, self.plan("dense", left2, right2).kernel
+                return kernels.inner_dense(left, right, left2, right2, plan.tile, methods)
+            value = kernels.inner_ghost(left, right, left2, right2, plan.tile)
+            first, second = (
+                kernels.rounding(left, right, plan.tile),
+                kernels.rounding(left2, right2, plan.tile),
+            )
+            return kernels.repaired(value, (first * second).sqrt(), norms, again)
+
+        return self._evaluate(run, "inner", left, right, (left2, right2))
 
     def gram(
         self, left: Tensor, right: Operand, left2: Tensor | None = None, right2: Operand | None = None
@@ -170,8 +220,17 @@ class Planner:
         others = None
         if left2 is not None and right2 is not None:
             left, right, *others = _promoted(left, right, left2, right2)
+        second = (others[0], others[1]) if others else None
+
+        def run(plan: Plan) -> Tensor:
+            return self._gram(plan, left, right, second)
+
+        return self._evaluate(run, "gram", left, right, second)
+
+    def _gram(
+        self, plan: Plan, left: Tensor, right: Operand, others: tuple[Tensor, Operand] | None
+    ) -> Tensor:
         left2, right2 = others or (left, right)
-        plan = self.plan("gram", left, right, (left2, right2) if others else None)
         if plan.name == "dense":
             methods = plan.kernel, self.plan("dense", left2, right2).kernel
             return kernels.gram_dense(left, right, left2, right2, plan.tile, methods)
@@ -193,10 +252,13 @@ class Planner:
         if center is not None:
             left, right, center = _promoted(left, right, center)
         left, right = _promoted(left, right)
-        plan = self.plan("sum_of_squares", left, right, centered=center is not None)
-        if plan.name == "squares":
-            return self.sum(left.square(), kernels.columns(right).square())
-        return kernels.sum_of_squares(left, right, center, plan.tile, plan.kernel)
+
+        def run(plan: Plan) -> Tensor:
+            if plan.name == "squares":
+                return self.sum(left.square(), kernels.columns(right).square())
+            return kernels.sum_of_squares(left, right, center, plan.tile, plan.kernel)
+
+        return self._evaluate(run, "sum_of_squares", left, right, centered=center is not None)
 
     def dot(self, left: Tensor, right: Operand, direction: Tensor) -> Tensor:
         """Inner products with ``direction [G, P, D]``, ``[N]``."""
@@ -208,10 +270,13 @@ class Planner:
 
     def _projected(self, operation: str, left: Tensor, right: Operand, directions: Tensor) -> Tensor:
         left, right, directions = _promoted(left, right, directions)
-        plan = self.plan(operation, left, right, count=len(directions))
-        if plan.name == "dense":
-            return kernels.project_dense(left, right, directions, plan.tile, plan.kernel)
-        return kernels.project_contract(left, right, directions, plan.tile)
+
+        def run(plan: Plan) -> Tensor:
+            if plan.name == "dense":
+                return kernels.project_dense(left, right, directions, plan.tile, plan.kernel)
+            return kernels.project_contract(left, right, directions, plan.tile)
+
+        return self._evaluate(run, operation, left, right, count=len(directions))
 
     def _cancelled_gradients(
         self, left: Tensor, right: Operand, norms: Tensor, tile: Tile
@@ -222,6 +287,12 @@ class Planner:
         for start, stop in kernels.spans(len(lost), self.budget // max(1, bytes_each)) if len(lost) else ():
             index = lost[start:stop]
             yield index, self.dense(left[index], select(right, index))
+
+
+def _key(operation: str, sizes: Sizes, left: Tensor, right: Operand, centered: bool) -> Hashable:
+    """What the fastest plan depends on."""
+    image = (right.window, right.source.shape, right.positions) if isinstance(right, Patches) else None
+    return operation, sizes, image, left.dtype, left.device, centered
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:

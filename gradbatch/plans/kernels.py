@@ -92,14 +92,6 @@ def summed(left: Tensor, right: Operand, tile: Tile, native: bool) -> Tensor:
     return out
 
 
-def weighted_scaled(left: Tensor, right: Operand, weights: Tensor, tile: Tile, native: bool) -> Tensor:
-    """Weighted sums, ``[K, G, P, D]``, by scaling the left operand."""
-    out = left.new_zeros(len(weights), *shape_of(left, right)[1:])
-    for k, weight in enumerate(weights):
-        out[k] = summed(left * weight[:, None, None, None], right, tile, native)
-    return out
-
-
 def weighted_dense(left: Tensor, right: Operand, weights: Tensor, tile: Tile, method: str) -> Tensor:
     """Weighted sums, ``[K, G, P, D]``, of materialised gradients."""
     out = left.new_zeros(len(weights), *shape_of(left, right)[1:])
