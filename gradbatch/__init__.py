@@ -30,6 +30,7 @@ from gradbatch.quantities import (
     BatchDotGrad as BatchDotGrad,
     BatchGrad as BatchGrad,
     BatchL2Grad as BatchL2Grad,
+    ClippedSum as ClippedSum,
     Quantity as Quantity,
     SumGradSquared as SumGradSquared,
     Variance as Variance,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from gradbatch.capture.direct import capture_losses
-from gradbatch.capture.evaluate import plain_arithmetic
 from gradbatch.capture.hooks import ForwardRecorder, install, needs_recorder, recorder_of, remove
 from gradbatch.capture.live import LiveCapture
 from gradbatch.capture.memory import Memory, forget, memory_of
@@ -19,6 +18,7 @@ from gradbatch.errors import UsageError
 from gradbatch.factors import PerSampleGrad
 from gradbatch.plans.contractions import Planner
 from gradbatch.quantities import BatchGrad, Quantity
+from gradbatch.reduction import reduce_all
 from gradbatch.results import QuantityResult, Results
 from gradbatch.selection import Selection, select
 
@@ -143,9 +143,9 @@ def backward(
     _check_losses(losses)
     selection = select(model, parameters, _allows(samples_coupled))
     _clear_attached(model)
-    grads = capture_losses(losses, selection.names, planner or Planner(), _memory(model), sample_ids).grads
-    results = Results()
-    results.fill(_reduce(grads, quantities, selection))
+    planner, results = planner or Planner(), Results()
+    grads = capture_losses(losses, selection.names, planner, _memory(model), sample_ids).grads
+    results.fill(_reduce(grads, quantities, selection, planner.budget))
     del grads
     if reduction is not None:
         weights = torch.ones_like(losses)
@@ -247,11 +247,12 @@ def compute(
     coupled = _allows(samples_coupled)
     select(model, parameters, coupled)
     _clear_attached(model)
+    planner = planner or Planner()
     live = LiveCapture(
         model,
         lambda: select(model, parameters, coupled).names,
         _recorder(model).batch_dim,
-        planner or Planner(),
+        planner,
         mean=loss_reduction == "mean",
         memory=_memory(model),
         sample_ids=sample_ids,
@@ -262,7 +263,7 @@ def compute(
         live.open()
         yield results
         selection = select(model, parameters, coupled)
-        results.fill(_reduce(live.results(), quantities, selection))
+        results.fill(_reduce(live.results(), quantities, selection, planner.budget))
     finally:
         _watched.discard(model)
         live.close()
@@ -315,15 +316,15 @@ def _check_losses(losses: Tensor) -> None:
         raise UsageError("the losses are complex; a loss is a real number")
 
 
+@torch.no_grad()
 def _reduce(
-    grads: Mapping[nn.Parameter, PerSampleGrad], quantities: Sequence[Quantity], selection: Selection
+    grads: Mapping[nn.Parameter, PerSampleGrad],
+    quantities: Sequence[Quantity],
+    selection: Selection,
+    budget: int,
 ) -> list[QuantityResult]:
-    tensors: list[dict[str, Tensor]] = [{} for _ in quantities]
-    for parameter, grad in grads.items():
-        with plain_arithmetic(parameter.device):
-            for into, quantity in zip(tensors, quantities, strict=True):
-                into[selection.names.parameters[parameter]] = quantity.reduce(grad)
-    return [QuantityResult(q, into, selection.aliases) for q, into in zip(quantities, tensors, strict=True)]
+    named = {selection.names.parameters[parameter]: grad for parameter, grad in grads.items()}
+    return [QuantityResult(q, into, selection.aliases) for q, into in reduce_all(named, quantities, budget)]
 
 
 def _recorder(model: nn.Module) -> ForwardRecorder:

@@ -4,7 +4,7 @@ A model here takes and returns tensors with the samples on axis 0. A loss takes 
 ``[N, ...]``, and returns one number a sample, ``[N]``, each from that sample's own rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from gradbatch import (
     BatchDotGrad,
     BatchGrad,
     BatchL2Grad,
+    ClippedSum,
     PerSampleGrad,
     Quantity,
     SumGradSquared,
@@ -173,6 +174,7 @@ def quantities(n: int, dtype: torch.dtype, device: torch.device) -> list[Quantit
         Variance(unbiased=True),
         WeightedSum(single),
         WeightedSum(several),
+        ClippedSum(0.5),
     ]
 
 
@@ -189,24 +191,58 @@ QUANTITIES: dict[type[Quantity], Callable[..., Tensor]] = {
 }
 
 
-def quantity(asked: Quantity, gradients: Tensor) -> Tensor:
-    """What the definition of a quantity gives for per-sample gradients ``[N, *shape]``."""
+# The same for quantities of a parameter that depend on all: from its gradients and a list of those of every parameter.
+JOINT_QUANTITIES: dict[type[Quantity], Callable[..., Tensor]] = {
+    ClippedSum: lambda q, x, every: torch.einsum(
+        "n,nx->x", (q.max_norm / _norms(every)).clamp(max=1), x.flatten(1)
+    ).reshape(x.shape[1:]),
+}
+
+
+def _norms(every: Sequence[Tensor]) -> Tensor:
+    return torch.cat([each.flatten(1) for each in every], 1).norm(dim=1)
+
+
+def quantity(asked: Quantity, gradients: Tensor, every: Iterable[Tensor] = ()) -> Tensor:
+    """What the definition of a quantity gives for per-sample gradients ``[N, *shape]``.
+
+    Args:
+        asked: the quantity.
+        gradients: of one parameter.
+        every: of all parameters; that one alone by default.
+    """
+    if type(asked) in JOINT_QUANTITIES:
+        together = [each.double() for each in every] or [gradients.double()]
+        return JOINT_QUANTITIES[type(asked)](asked, gradients.double(), together)
     return QUANTITIES[type(asked)](asked, gradients.double())
+
+
+def terms_of(asked: Quantity) -> float:
+    """Size of the terms of a quantity that is a sum of terms of one size, which may cancel; else 0."""
+    return asked.max_norm if isinstance(asked, ClippedSum) else 0.0
 
 
 # ---------------------------------------------------------------------- comparison
 
 
 def assert_right(
-    actual: Tensor, expected: Tensor, tolerance: float, what: str = "", per_sample: bool = False
+    actual: Tensor,
+    expected: Tensor,
+    tolerance: float,
+    what: str = "",
+    per_sample: bool = False,
+    terms: float = 0.0,
 ) -> None:
-    """Equal relative to the largest element: of the whole result, or of each sample (axis 0)."""
+    """Equal relative to the largest element: of the whole result, or of each sample (axis 0).
+
+    A sum whose terms may cancel is as exact as they are: it is compared at the size of its ``terms``.
+    """
     assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} is not {tuple(expected.shape)}"
-    error = relative_error(actual, expected, per_sample)
+    error = relative_error(actual, expected, per_sample, terms)
     assert error <= tolerance, f"{what}: relative error {error:.3g} exceeds {tolerance:g}"
 
 
-def relative_error(actual: Tensor, expected: Tensor, per_sample: bool = False) -> float:
+def relative_error(actual: Tensor, expected: Tensor, per_sample: bool = False, terms: float = 0.0) -> float:
     """Largest difference relative to the largest element of ``expected``, or of the same sample in it.
 
     A sample whose gradient is zero, or a millionth of the others', is measured by a millionth of the others'.
@@ -217,7 +253,7 @@ def relative_error(actual: Tensor, expected: Tensor, per_sample: bool = False) -
     difference, size = (actual.double() - expected.double()).abs(), expected.double().abs()
     if not bool(actual.isfinite().all()):
         return float("inf")
-    scale = size.amax()
+    scale = size.amax().clamp_min(terms)
     if per_sample:
         rows = size.reshape(len(size), -1).amax(1).clamp_min(float(scale) * 1e-6)
         scale = rows.view(-1, *(1,) * (size.dim() - 1))

@@ -19,7 +19,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"plans"}),
     frozenset({"factors"}),
     frozenset({"rules", "quantities"}),
-    frozenset({"capture", "results"}),
+    frozenset({"capture", "results", "reduction"}),
     frozenset({"selection"}),
     frozenset({"api"}),
     frozenset({"functional", "verify", "privacy", "analysis", "compat"}),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradbatch.errors import UsageError
 from gradbatch.plans.contractions import Plan, Planner, accumulation_dtype, check_operation
-from gradbatch.plans.kernels import mirrored, spans
+from gradbatch.plans.kernels import add_squares, mirrored, spans, squared_norms
 
 Self = TypeVar("Self", bound="PerSampleGrad")
 
@@ -50,12 +50,12 @@ class PerSampleGrad(ABC):
 
     def dense(self) -> Tensor:
         """Materialise, ``[N, *shape]``."""
-        with _full_precision(self.device):
+        with full_precision(self.device):
             return self._dense()
 
     def sum(self) -> Tensor:
         """Sum over samples, ``[*shape]``: the gradient of the summed losses."""
-        with _full_precision(self.device):
+        with full_precision(self.device):
             return self._sum()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -74,13 +74,13 @@ class PerSampleGrad(ABC):
             raise UsageError(
                 f"weights {list(weights.shape)}: expected [N] or [K, N] with N = {self.num_samples}."
             )
-        with _full_precision(self.device):
+        with full_precision(self.device):
             sums = self._weighted_sum(weights if weights.dim() == 2 else weights[None])
             return sums if weights.dim() == 2 else sums[0]
 
     def squared_norm(self) -> Tensor:
         """Squared Euclidean norms, ``[N]``; never negative."""
-        with _full_precision(self.device):
+        with full_precision(self.device):
             return self._squared_norm()
 
     def inner(self, other: "PerSampleGrad") -> Tensor:
@@ -89,7 +89,7 @@ class PerSampleGrad(ABC):
         # The table of pairs knows every structure, and every structure is a PerSampleGrad.
         from gradbatch.factors import pairs
 
-        with _full_precision(self.device):
+        with full_precision(self.device):
             return pairs.inner(self, other)
 
     def gram(self, other: "PerSampleGrad | None" = None) -> Tensor:
@@ -101,7 +101,7 @@ class PerSampleGrad(ABC):
         self._check_same(other, samples=False)
         from gradbatch.factors import pairs
 
-        with _full_precision(self.device):
+        with full_precision(self.device):
             return pairs.gram(self, other)
 
     def sum_of_squares(self, center: Tensor | None = None) -> Tensor:
@@ -113,19 +113,19 @@ class PerSampleGrad(ABC):
         """
         if center is not None:
             self._check_direction("center", center.shape)
-        with _full_precision(self.device):
+        with full_precision(self.device):
             return self._sum_of_squares(center)
 
     def dot(self, direction: Tensor) -> Tensor:
         """Inner products with ``direction [*shape]``, ``[N]``."""
         self._check_direction("direction", direction.shape)
-        with _full_precision(self.device):
+        with full_precision(self.device):
             return self._dot(direction)
 
     def project(self, directions: Tensor) -> Tensor:
         """Inner products with ``directions [K, *shape]``, ``[N, K]``."""
         self._check_direction("directions without their first axis", directions.shape[1:])
-        with _full_precision(self.device):
+        with full_precision(self.device):
             return self._project(directions)
 
     def __add__(self, other: "PerSampleGrad") -> "PerSampleGrad":
@@ -135,7 +135,7 @@ class PerSampleGrad(ABC):
         self._check_same(other, samples=True)
         from gradbatch.factors import pairs
 
-        with _full_precision(self.device):
+        with full_precision(self.device):
             return pairs.add(self, other)
 
     def select(self, index: Tensor) -> "PerSampleGrad":
@@ -153,6 +153,17 @@ class PerSampleGrad(ABC):
         if k < 1 or self.num_samples % k:
             raise UsageError(f"{self.num_samples} samples cannot be regrouped by {k}: it has to divide them.")
         return self if k == 1 else self._regroup(k)._planned(self.planner)
+
+    def keep(self, operations: Sequence[str], room: int) -> "PerSampleGrad":
+        """The same gradients for several operations, materialised now where that is faster for all of them together.
+
+        Args:
+            operations: what will be asked, by the names of the methods.
+            room: bytes that may be kept.
+        """
+        with full_precision(self.device):
+            kept = self._keep(operations, room) if len(operations) > 1 else self
+        return kept if kept is self else kept._planned(self.planner)
 
     def with_planner(self: Self, planner: Planner) -> Self:
         """The same gradients, evaluated as ``planner`` decides."""
@@ -190,6 +201,9 @@ class PerSampleGrad(ABC):
     def _plan(self, operation: str) -> Plan | None:
         return None
 
+    def _keep(self, operations: Sequence[str], room: int) -> "PerSampleGrad":
+        return self
+
     def _noise(self) -> Tensor:
         """How large the terms are that make a squared norm in ``pairs.py``, ``[N]``; see ``kernels.rounding``."""
         return self._squared_norm()
@@ -210,7 +224,7 @@ class PerSampleGrad(ABC):
     def _squared_norm(self) -> Tensor:
         out = torch.zeros(self.num_samples, dtype=self.dtype, device=self.device)
         for samples, block in self._blocks(self.dtype):
-            out[samples] = block.square().sum(1)
+            out[samples] = squared_norms(block)
         return out
 
     def _sum_of_squares(self, center: Tensor | None) -> Tensor:
@@ -218,7 +232,7 @@ class PerSampleGrad(ABC):
         out = torch.zeros(self._numel, dtype=dtype, device=self.device)
         shift = 0 if center is None else center.to(dtype).reshape(self._numel)
         for _, block in self._blocks(dtype):
-            out += (block - shift).square().sum(0)
+            add_squares(out, block if center is None else block - shift)
         return out.reshape(self.shape)
 
     def _dot(self, direction: Tensor) -> Tensor:
@@ -288,7 +302,7 @@ def dense_gram(left: PerSampleGrad, right: PerSampleGrad) -> Tensor:
     return mirrored(out) if right is left else out
 
 
-def _full_precision(device: torch.device) -> AbstractContextManager[object]:
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Leave autocast, which would compute products in half precision."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)

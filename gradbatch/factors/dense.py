@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gradbatch.errors import RuleError
 from gradbatch.factors.base import PerSampleGrad
+from gradbatch.plans.kernels import squared_norms
 
 
 class Dense(PerSampleGrad):
@@ -33,6 +34,25 @@ class Dense(PerSampleGrad):
 
     def _dense(self) -> Tensor:
         return self.values.to(self.dtype)
+
+    def _sum(self) -> Tensor:
+        return self._rows().sum(0).reshape(self.shape) if self._is_plain else super()._sum()
+
+    def _weighted_sum(self, weights: Tensor) -> Tensor:
+        if not self._is_plain or weights.dtype != self.dtype:
+            return super()._weighted_sum(weights)
+        return (weights @ self._rows()).reshape(len(weights), *self.shape)
+
+    def _squared_norm(self) -> Tensor:
+        return squared_norms(self._rows()) if self._is_plain else super()._squared_norm()
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether nothing has to be copied before it can be computed with."""
+        return self.values.dtype == self.dtype and self.values.is_contiguous()
+
+    def _rows(self) -> Tensor:
+        return self.values.reshape(self.num_samples, self._numel)
 
     def _part(self, start: int, stop: int) -> "Dense":
         return Dense(self.values[start:stop])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradbatch.errors import RuleError
 from gradbatch.factors.base import PerSampleGrad
-from gradbatch.factors.dense import check_devices, check_floating
+from gradbatch.factors.dense import Dense, check_devices, check_floating
 from gradbatch.plans.contractions import Plan, select
 from gradbatch.plans.convolutions import Patches
 from gradbatch.plans.kernels import Operand, part, rounding
@@ -67,6 +67,11 @@ class OuterProduct(PerSampleGrad):
 
     def _plan(self, operation: str) -> Plan:
         return self.planner.plan(operation, self.left, self.right)
+
+    def _keep(self, operations: Sequence[str], room: int) -> PerSampleGrad:
+        if self.planner.pays_to_keep(operations, self.left, self.right, room):
+            return Dense(self._dense())
+        return self
 
     def _noise(self) -> Tensor:
         tile = self._plan("squared_norm").tile

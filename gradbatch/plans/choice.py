@@ -23,13 +23,13 @@ PLANS: Mapping[str, tuple[str, ...]] = {
 }
 """Every operation and the names of the plans that evaluate it."""
 
-# A native weight gradient of a convolution beats unfolding and multiplying where there are many positions to unfold, or
-# so few output channels in a group that the product of patches is no matrix product (measured, one CPU thread).
-_MANY_POSITIONS, _FEW_OUTPUTS = 512, 8
+# Unfolding and multiplying is the fastest way to the gradients of a convolution on a CPU unless there are groups, or
+# many positions of a wide window (measured, one thread; see benchmarks/RESULTS.md).
+_MANY_POSITIONS, _NARROW = 512, 64
 
 # Temporaries up to this size are carved out of memory that the C library keeps on a CPU; larger ones are fetched from
 # the system page by page, which takes longer than the arithmetic. They stay in a cache besides.
-_RECYCLED = 16 * 2**20
+RECYCLED = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Plan:
         bytes: peak size of the temporaries.
         tile: how much of the operands is held at once.
         kernel: how gradients are materialised where the plan does that, a name of ``PLANS["dense"]``.
+        time: estimate of the cost model, in floating point operations.
     """
 
     operation: str
@@ -51,6 +52,7 @@ class Plan:
     bytes: int
     tile: Tile
     kernel: str
+    time: int
 
     def __repr__(self) -> str:
         kernel = f" by {self.kernel}" if self.name == "dense" else ""
@@ -86,7 +88,7 @@ def candidates(
     if operation == "dense":
         costs = {(kernel, kernel): cost_from_dense(operation, sizes, kernel) for kernel in kernels}
     elif operation == "sum":
-        names = ("native", "einsum") if sizes.patches else ("einsum",)
+        names = ("native", "einsum") if sizes.window else ("einsum",)
         costs = {(name, kernels[0]): cost_without_dense(operation, sizes) for name in names}
     else:
         direct = PLANS[operation][0]
@@ -98,7 +100,7 @@ def candidates(
         costs = {plan: cost for plan, cost in costs.items() if plan[0] == name}
     # Kernels are in the order of preference; their costs differ by what is unfolded alone.
     times = {plan: (cost.time if plan[1] == kernels[0] else math.inf) for plan, cost in costs.items()}
-    room = budget if sizes.cuda else min(budget, _RECYCLED)
+    room = budget if sizes.cuda else min(budget, RECYCLED)
     return tuple(
         _plan(operation, *plan, costs[plan], sizes, room // sizes.itemsize)
         for plan in sorted(costs, key=times.__getitem__)
@@ -107,17 +109,17 @@ def candidates(
 
 def _plan(operation: str, name: str, kernel: str, cost: Cost, sizes: Sizes, room: int) -> Plan:
     tile, held = _tile(operation, name, cost, sizes, room)
-    return Plan(operation, name, cost.flops, held * sizes.itemsize, tile, kernel)
+    return Plan(operation, name, cost.flops, held * sizes.itemsize, tile, kernel, cost.time)
 
 
 def _kernels(sizes: Sizes, forced: str | None) -> tuple[str, ...]:
     """How gradients can be materialised, the best guess first."""
-    if not sizes.patches:
+    if not sizes.window:
         return ("einsum",)
     if forced in CORRELATE_METHODS:
         return (str(forced),)
-    few = sizes.g > 1 and sizes.p <= _FEW_OUTPUTS
-    first = "grouped" if not sizes.cuda and (few or sizes.t > _MANY_POSITIONS) else "unfold"
+    wide = sizes.t > _MANY_POSITIONS and sizes.d > _NARROW
+    first = "grouped" if not sizes.cuda and sizes.window > 1 and (sizes.g > 1 or wide) else "unfold"
     return (first, *(method for method in CORRELATE_METHODS if method != first))
 
 

@@ -6,7 +6,8 @@ contracted against positions (the "ghost" plans) the terms can be much larger th
 their digits that way are found and materialised.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,13 +17,14 @@ from gradbatch.errors import UsageError
 from gradbatch.plans import kernels
 from gradbatch.plans.choice import (
     PLANS as PLANS,
+    RECYCLED,
     Plan as Plan,
     candidates,
     check_force,
     check_operation as check_operation,
 )
 from gradbatch.plans.convolutions import Patches
-from gradbatch.plans.costs import Sizes
+from gradbatch.plans.costs import FLOPS_FETCHED, FLOPS_READ, Sizes
 from gradbatch.plans.kernels import Operand as Operand, Tile
 from gradbatch.plans.measured import Timings
 
@@ -120,7 +122,7 @@ class Planner:
             k=count,
             itemsize=dtype.itemsize,
             pair=others is not None,
-            patches=isinstance(right, Patches) or isinstance(right2, Patches),
+            window=max(_window(right), _window(right2)),
             cuda=left.device.type == "cuda",
         )
         return sizes, candidates(operation, sizes, self.budget, tuple(sorted(self.force.items())), centered)
@@ -140,6 +142,27 @@ class Planner:
         if not self.measure or len(plans) == 1:
             return run(plans[0])
         return self._timings.run(_key(operation, sizes, left, right, centered), plans, run, left.device)
+
+    def pays_to_keep(self, operations: Sequence[str], left: Tensor, right: Operand, room: int) -> bool:
+        """Whether several operations are faster from gradients that are materialised once and kept.
+
+        They are not kept where plans are forced.
+
+        Args:
+            operations: keys of :data:`PLANS`.
+            left, right: the operands.
+            room: bytes that may be kept.
+        """
+        if self.force:
+            return False
+        sizes, (dense, *_) = self._candidates("dense", left, right, None, 1, False)
+        elements = math.prod(kernels.shape_of(left, right))
+        kept = elements * sizes.itemsize
+        if kept > room:
+            return False
+        fetched = 0 if sizes.cuda or kept <= RECYCLED else FLOPS_FETCHED * elements
+        apart = sum(self._candidates(name, left, right, None, 1, False)[1][0].time for name in operations)
+        return dense.time + fetched + FLOPS_READ * elements * len(operations) < apart
 
     def dense(self, left: Tensor, right: Operand) -> Tensor:
         """Per-sample gradients, ``[N, G, P, D]``."""
@@ -174,8 +197,8 @@ class Planner:
         def run(plan: Plan) -> Tensor:
             if plan.name == "dense":
                 return kernels.squared_norm_dense(left, right, plan.tile, plan.kernel)
-            norms = kernels.squared_norm_ghost(left, right, plan.tile)
-            lost = _cancelled(left, right, norms, plan.tile)
+            norms, size = kernels.squared_norm_ghost(left, right, plan.tile)
+            lost = kernels.cancelled(size, norms).nonzero()[:, 0]
             if len(lost) == 0:
                 return norms
             again = self.forcing(squared_norm="dense").squared_norm(left[lost], select(right, lost))
@@ -293,6 +316,10 @@ def _key(operation: str, sizes: Sizes, left: Tensor, right: Operand, centered: b
     """What the fastest plan depends on."""
     image = (right.window, right.source.shape, right.positions) if isinstance(right, Patches) else None
     return operation, sizes, image, left.dtype, left.device, centered
+
+
+def _window(operand: Operand) -> int:
+    return math.prod(operand.window.kernel) if isinstance(operand, Patches) else 0
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:

@@ -41,16 +41,17 @@ WITHOUT_DENSE: Mapping[str, tuple[str, tuple[Path, ...]]] = {
     "project": ("ngpt,ngdt,kgpd->nk", _PROJECT),
 }
 
-# An element written to fresh memory takes about as long as this many floating point operations.
-_FLOPS_AN_ELEMENT = 16
+# An element that is written takes about as long as this many floating point operations; one that is read, as this many;
+# and one that is written to memory that has to be fetched from the system first, page by page.
+_FLOPS_WRITTEN, FLOPS_READ, FLOPS_FETCHED = 16, 4, 100
 
 
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of an operation's operands, named by their einsum letters, and how they are stored.
 
-    ``pair``: there is a second left and right; ``patches``: a right operand is not unfolded yet; ``cuda``: they are on
-    a CUDA device.
+    ``pair``: there is a second left and right; ``window``: elements of the window that patches, not unfolded yet, are
+    read with, 0 where there are none; ``cuda``: they are on a CUDA device.
     """
 
     n: int
@@ -63,7 +64,7 @@ class Sizes:
     k: int
     itemsize: int
     pair: bool
-    patches: bool
+    window: int
     cuda: bool
 
     def shapes(self, equation: str) -> tuple[tuple[int, ...], ...]:
@@ -91,7 +92,7 @@ class Cost:
     @property
     def time(self) -> int:
         """Time, in floating point operations."""
-        return self.flops + _FLOPS_AN_ELEMENT * self.written
+        return self.flops + _FLOPS_WRITTEN * self.written
 
 
 @lru_cache(maxsize=4096)
@@ -124,7 +125,7 @@ def cost_without_dense(operation: str, sizes: Sizes) -> Cost:
     """Cost of the order that contracts channels first."""
     equation, paths = WITHOUT_DENSE[operation]
     path, flops = order(equation, paths, sizes.shapes(equation))
-    unfolded = sizes.g * sizes.d * sizes.t if sizes.patches else 0
+    unfolded = sizes.g * sizes.d * sizes.t if sizes.window else 0
     times = sizes.n
     if operation in ("squared_norm", "inner", "gram"):
         elements = 3 * sizes.g * sizes.t * sizes.s  # two Gram matrices of positions, and their product

@@ -17,6 +17,8 @@ from gradbatch.plans.costs import contract
 
 Operand = Tensor | Patches
 
+_LONG_ROW = 4096
+
 
 class Tile(NamedTuple):
     """How much is held at once: samples, output rows of the gradient, second positions, samples unfolded."""
@@ -104,7 +106,7 @@ def squared_norm_dense(left: Tensor, right: Operand, tile: Tile, method: str) ->
     """Squared norms, ``[N]``, of materialised gradients."""
     out = left.new_zeros(left.shape[0])
     for samples, _, block in slabs(left, right, tile, method):
-        out[samples] += block.square().sum((1, 2, 3))
+        out[samples] += squared_norms(block)
     return out
 
 
@@ -121,15 +123,42 @@ def inner_ghost(left: Tensor, right: Operand, left2: Tensor, right2: Operand, ti
         rights2 = rights if same else columns(part(right2, start, stop))
         for first, last in spans(left2.shape[3], tile.positions):
             lefts = torch.matmul(left[start:stop].mT, left2[start:stop, ..., first:last])
-            out[start:stop] += (lefts * torch.matmul(rights.mT, rights2[..., first:last])).sum((1, 2, 3))
+            lefts *= torch.matmul(rights.mT, rights2[..., first:last])
+            out[start:stop] += lefts.sum((1, 2, 3))
     return out
 
 
-def squared_norm_ghost(left: Tensor, right: Operand, tile: Tile) -> Tensor:
-    """Squared norms, ``[N]``, without materialised gradients."""
-    if left.shape[3] == 1:  # the norm of an outer product is the product of the norms
-        return (left.square().sum((2, 3)) * columns(right).square().sum((2, 3))).sum(1)
-    return inner_ghost(left, right, left, right, tile)
+def squared_norm_ghost(left: Tensor, right: Operand, tile: Tile) -> tuple[Tensor, Tensor]:
+    """Squared norms, ``[N]``, without materialised gradients, and the estimate of :func:`rounding`, ``[N]``."""
+    samples, _, _, positions = left.shape
+    if positions == 1:  # the norm of an outer product is the product of the norms, and cancels with nothing
+        norms = (left.square().sum((2, 3)) * columns(right).square().sum((2, 3))).sum(1)
+        return norms, norms
+    if tile.positions < positions:
+        return inner_ghost(left, right, left, right, tile), rounding(left, right, tile)
+    norms, size = left.new_zeros(samples), left.new_zeros(samples)
+    for start, stop in spans(samples, min(tile.samples, tile.unfold)):
+        lefts, rights = left[start:stop], columns(part(right, start, stop))
+        products = torch.matmul(lefts.mT, lefts)
+        products *= torch.matmul(rights.mT, rights)
+        norms[start:stop] = products.sum((1, 2, 3))
+        size[start:stop] = noise(products.diagonal(dim1=2, dim2=3).clamp_min(0).sqrt())
+    return norms, size
+
+
+def squared_norms(block: Tensor) -> Tensor:
+    """Squared norm of each row, ``[n, *]`` to ``[n]``, in one pass without a temporary."""
+    norms: Tensor = torch.linalg.vector_norm(block.flatten(1), dim=1)
+    return norms.square()
+
+
+def add_squares(out: Tensor, block: Tensor) -> None:
+    """Add the squares of all rows, ``out[*] += sum_n block[n, *] ** 2``."""
+    if block.device.type == "cpu" and block[:1].numel() > _LONG_ROW:
+        for row in block:  # a temporary of squares would cost more than the calls
+            out.addcmul_(row, row)
+    else:
+        out += block.square().sum(0)
 
 
 def inner_dense(
@@ -199,8 +228,7 @@ def sum_of_squares(left: Tensor, right: Operand, center: Tensor | None, tile: Ti
     """Sums over samples of squared differences from ``center [G, P, D]``, ``[G, P, D]``."""
     out = left.new_zeros(shape_of(left, right)[1:])
     for _, rows, block in slabs(left, right, tile, method):
-        difference = block if center is None else block - center[:, rows]
-        out[:, rows] += difference.square().sum(0)
+        add_squares(out[:, rows], block if center is None else block - center[:, rows])
     return out
 
 

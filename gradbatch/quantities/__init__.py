@@ -1,6 +1,7 @@
 """Quantities: what a user asks for, each written once in terms of :class:`~gradbatch.PerSampleGrad`."""
 
 from gradbatch.quantities.base import Quantity as Quantity
+from gradbatch.quantities.clipping import ClippedSum as ClippedSum
 from gradbatch.quantities.first_order import (
     BatchDotGrad as BatchDotGrad,
     BatchGrad as BatchGrad,

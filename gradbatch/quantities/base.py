@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
@@ -20,7 +21,9 @@ class Quantity(ABC):
         name: attribute that ``attach=True`` sets on each parameter.
         additive: whether the quantity of all parameters together is the sum over parameters, as it is for squared norms
             and dot products; allows ``results[...].total()``.
-        operation: the operation of ``PerSampleGrad`` that costs most, for the plan that ``gradbatch check`` shows.
+        operations: what :meth:`reduce` asks of a ``PerSampleGrad``, by the names of the methods: several quantities may
+            share what they need.
+        joint: whether it looks at the gradients of all parameters before one is reduced; see :meth:`prepare`.
 
     Example:
         >>> import torch, gradbatch
@@ -37,7 +40,16 @@ class Quantity(ABC):
 
     name: ClassVar[str]
     additive: ClassVar[bool] = False
-    operation: ClassVar[str] = "dense"
+    operations: ClassVar[tuple[str, ...]] = ("dense",)
+    joint: ClassVar[bool] = False
+
+    def prepare(self, grads: Mapping[str, PerSampleGrad]) -> Quantity:
+        """What :meth:`reduce` is called of, once the gradients of all parameters are there; of use where ``joint``.
+
+        Args:
+            grads: by parameter name.
+        """
+        return self
 
     @abstractmethod
     def reduce(self, grad: PerSampleGrad) -> Tensor:

@@ -44,7 +44,7 @@ class BatchL2Grad(Quantity):
 
     name: ClassVar[str] = "batch_l2"
     additive: ClassVar[bool] = True
-    operation: ClassVar[str] = "squared_norm"
+    operations: ClassVar[tuple[str, ...]] = ("squared_norm",)
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[N]``."""
@@ -60,7 +60,7 @@ class BatchDotGrad(Quantity):
 
     name: ClassVar[str] = "batch_dot"
     additive: ClassVar[bool] = True
-    operation: ClassVar[str] = "gram"
+    operations: ClassVar[tuple[str, ...]] = ("gram",)
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[N, N]``, symmetric."""
@@ -82,7 +82,7 @@ class WeightedSum(Quantity):
 
     weights: Tensor
     name: ClassVar[str] = "weighted_sum"
-    operation: ClassVar[str] = "weighted_sum"
+    operations: ClassVar[tuple[str, ...]] = ("weighted_sum",)
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[*shape]``, or ``[K, *shape]``."""

@@ -17,7 +17,7 @@ class SumGradSquared(Quantity):
     r"""Sum of squared per-sample gradients, elementwise: :math:`\sum_n g_n^2`, ``[*shape]``."""
 
     name: ClassVar[str] = "sum_grad_squared"
-    operation: ClassVar[str] = "sum_of_squares"
+    operations: ClassVar[tuple[str, ...]] = ("sum_of_squares",)
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[*shape]``."""
@@ -41,7 +41,7 @@ class Variance(Quantity):
 
     unbiased: bool = False
     name: ClassVar[str] = "variance"
-    operation: ClassVar[str] = "sum_of_squares"
+    operations: ClassVar[tuple[str, ...]] = ("sum", "sum_of_squares")
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[*shape]``."""

@@ -8,7 +8,7 @@ from torch import nn
 import gradbatch
 from gradbatch.plans.contractions import PLANS
 from tests.convolution_cases import Case, convolutions, lay_out
-from tests.oracle import TOLERANCE, assert_right, one_hot, projection, quantities, quantity
+from tests.oracle import TOLERANCE, assert_right, one_hot, projection, quantities, quantity, terms_of
 from tests.rules.convolutions import CONVOLUTIONS, TRANSPOSED
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
@@ -80,6 +80,6 @@ def test_every_quantity_of_any_convolution_by_any_plan_is_that_of_the_oracle(
         if isinstance(each, gradbatch.Variance) and case.samples == 1:
             continue  # zero, or undefined: nothing to be relative to
         for name, gradients in expected.items():
-            assert_right(
-                results[each][name], quantity(each, gradients), TOLERANCE[dtype], f"{each} of {name}"
-            )
+            right = quantity(each, gradients, expected.values())
+            what, terms = f"{each} of {name}", terms_of(each)
+            assert_right(results[each][name], right, TOLERANCE[dtype], what, terms=terms)

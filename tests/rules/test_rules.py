@@ -10,6 +10,7 @@ from torch import Tensor
 import gradbatch
 from gradbatch.plans.contractions import PLANS
 from tests.oracle import (
+    JOINT_QUANTITIES,
     OPERATIONS,
     QUANTITIES,
     TOLERANCE,
@@ -19,6 +20,7 @@ from tests.oracle import (
     projection,
     quantities,
     quantity,
+    terms_of,
     trainable,
 )
 from tests.rules.case import Case
@@ -42,6 +44,7 @@ class Apply(gradbatch.Quantity):
 
     operation: Callable[[gradbatch.PerSampleGrad], Tensor]
     name = "apply"
+    operations = ()
 
     def reduce(self, grad: gradbatch.PerSampleGrad) -> Tensor:
         return self.operation(grad)
@@ -52,10 +55,11 @@ def check_quantities(results: gradbatch.Results, expected: Gradients, tolerance:
         for name, gradients in expected.items():
             assert_right(
                 results[asked][name],
-                quantity(asked, gradients),
+                quantity(asked, gradients, expected.values()),
                 tolerance,
                 f"{asked} of {name}",
                 isinstance(asked, PER_SAMPLE),
+                terms_of(asked),
             )
 
 
@@ -258,7 +262,9 @@ def test_every_quantity_has_an_oracle() -> None:
         if isinstance(value, type) and issubclass(value, gradbatch.Quantity)
     } - {gradbatch.Quantity}
     drawn = {type(asked) for asked in quantities(SAMPLES, torch.double, torch.device("cpu"))}
-    missing = sorted(kind.__name__ for kind in defined - (QUANTITIES.keys() & drawn))
+    missing = sorted(
+        kind.__name__ for kind in defined - ((QUANTITIES.keys() | JOINT_QUANTITIES.keys()) & drawn)
+    )
     assert not missing, f"add a definition to tests/oracle.py for {', '.join(missing)}"
 
 

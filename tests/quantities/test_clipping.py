@@ -1,0 +1,130 @@
+"""Clipped sums: exact factors, one norm over all parameters, and nothing of a sample that is not finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradbatch
+from gradbatch import BatchGrad, BatchL2Grad, ClippedSum, Planner
+from gradbatch.errors import UsageError
+
+
+def network() -> nn.Sequential:
+    """Structures of every kind: convolutions, grouped and not, a normalisation, a layer used twice."""
+    twice = nn.Linear(6, 6)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.Conv2d(4, 6, 3, groups=2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        twice,
+        nn.Tanh(),
+        twice,
+    ).double()
+
+
+def losses_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum(1)
+
+
+def drawn(samples: int) -> Tensor:
+    # Of sizes around the bound, so that some are clipped.
+    return torch.randn(samples, 2, 5, 5, dtype=torch.float64) * torch.logspace(-2, 1, samples).view(-1, 1, 1, 1)
+
+
+def clipped(grads: gradbatch.QuantityResult, max_norm: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Norms, and clipped sums, by materialised gradients one sample at a time."""
+    count = len(next(iter(grads.values())))
+    norms = torch.stack([sum((g[n].square().sum() for g in grads.values()), torch.zeros(())) for n in range(count)])
+    factors = [min(1.0, max_norm / float(norm.sqrt())) for norm in norms]
+    sums = {name: sum((f * g[n] for n, f in enumerate(factors)), 0 * g[0]) for name, g in grads.items()}
+    return norms.sqrt(), sums
+
+
+PLANNERS = {
+    "free": Planner(),
+    "nothing is kept": Planner(budget=1),
+    "measured": Planner(measure=True),
+    "measured, without room": Planner(budget=1000, measure=True),
+}
+
+
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=list(PLANNERS))
+@pytest.mark.parametrize("max_norm", [1e-3, 0.5, 1e6])
+def test_is_the_sum_of_clipped_gradients(planner: Planner, max_norm: float) -> None:
+    model = gradbatch.extend(network())
+    losses = losses_of(model, drawn(6))
+    norms, right = clipped(gradbatch.backward(model, losses, BatchGrad())[BatchGrad], max_norm)
+    for _ in range(2):
+        found = gradbatch.backward(model, losses, ClippedSum(max_norm), planner=planner)[ClippedSum]
+        torch.testing.assert_close(found.quantity.norms, norms)
+        torch.testing.assert_close(found.quantity.factors, (max_norm / norms).clamp(max=1))
+        torch.testing.assert_close(dict(found), right, rtol=1e-10, atol=1e-12 * max_norm)
+
+
+def test_micro_batches_of_a_loop_of_the_user_s_own() -> None:
+    model, x = gradbatch.extend(network()), drawn(5)
+    _, right = clipped(gradbatch.backward(model, losses_of(model, x), BatchGrad())[BatchGrad], 0.5)
+    with gradbatch.compute(model, ClippedSum(0.5), BatchL2Grad(), loss_reduction="sum") as results:
+        for part in x.split(2):
+            losses_of(model, part).sum().backward()
+    torch.testing.assert_close(dict(results[ClippedSum]), right, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(results[BatchL2Grad].total().sqrt(), results[ClippedSum].quantity.norms)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_sample_that_is_not_finite_adds_nothing(bad: float) -> None:
+    model, x = gradbatch.extend(network()), drawn(5)
+    x[2, 0, 1, 1] = bad
+    rest = torch.tensor([0, 1, 3, 4])
+    alone = gradbatch.backward(model, losses_of(model, x[rest]), ClippedSum(0.5))[ClippedSum]
+    found = gradbatch.backward(model, losses_of(model, x), ClippedSum(0.5))[ClippedSum]
+    torch.testing.assert_close(dict(found), dict(alone), rtol=1e-10, atol=1e-12)
+    factors, norms = found.quantity.factors, found.quantity.norms
+    assert factors[2] == 0 and not norms[2].isfinite() and (factors[rest] > 0).all()
+
+
+def test_one_sample_more_moves_the_sum_by_no_more_than_the_bound() -> None:
+    model, x = gradbatch.extend(network()), drawn(6)
+    x[3] *= 1e8
+    whole = gradbatch.backward(model, losses_of(model, x), ClippedSum(0.5))[ClippedSum]
+    for left_out in range(6):
+        rest = x[[n for n in range(6) if n != left_out]]
+        without = gradbatch.backward(model, losses_of(model, rest), ClippedSum(0.5))[ClippedSum]
+        moved = sum(float((whole[name] - without[name]).square().sum()) for name in whole) ** 0.5
+        assert moved <= 0.5 * (1 + 1e-9)
+
+
+def test_a_sample_without_gradients_and_no_sample_at_all() -> None:
+    model = gradbatch.extend(nn.Linear(3, 2))
+    x = torch.zeros(2, 3)
+    found = gradbatch.backward(model, 0 * model(x).sum(1), ClippedSum(1.0))[ClippedSum]
+    assert found.quantity.factors.tolist() == [1, 1] and not found["weight"].any()
+    empty = gradbatch.backward(model, model(x[:0]).sum(1), ClippedSum(1.0))[ClippedSum]
+    assert empty["weight"].shape == (2, 3) and not empty["weight"].any() and len(empty.quantity.norms) == 0
+
+
+def test_the_bound_goes_over_the_chosen_parameters() -> None:
+    model, x = gradbatch.extend(network()), drawn(5)
+    part = gradbatch.backward(model, losses_of(model, x), BatchGrad(), parameters="5.*")[BatchGrad]
+    norms, right = clipped(part, 0.5)
+    found = gradbatch.backward(model, losses_of(model, x), ClippedSum(0.5), parameters="5.*")[ClippedSum]
+    torch.testing.assert_close(found.quantity.norms, norms)
+    torch.testing.assert_close(dict(found), right)
+
+
+@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan")])
+def test_a_bound_is_positive(max_norm: float) -> None:
+    with pytest.raises(UsageError, match="max_norm is"):
+        ClippedSum(max_norm)
+
+
+def test_two_bounds_are_two_results() -> None:
+    model, x = gradbatch.extend(network()), drawn(5)
+    tight, loose = ClippedSum(1e-3), ClippedSum(1e6)
+    results = gradbatch.backward(model, losses_of(model, x), tight, loose)
+    assert not torch.allclose(results[tight]["5.bias"], results[loose]["5.bias"])
+    assert results[ClippedSum(1e6)] is results[loose]
