@@ -12,7 +12,10 @@ from gradbatch.quantities import Quantity
 
 
 def reduce_all(
-    grads: Mapping[str, PerSampleGrad], quantities: Sequence[Quantity], budget: int
+    grads: Mapping[str, PerSampleGrad],
+    quantities: Sequence[Quantity],
+    budget: int,
+    earlier: Sequence[Mapping[str, Tensor]] = (),
 ) -> list[tuple[Quantity, dict[str, Tensor]]]:
     """Reduce the gradients of every parameter to every quantity.
 
@@ -23,6 +26,7 @@ def reduce_all(
         grads: by parameter name.
         quantities: what to compute.
         budget: bytes that may be kept.
+        earlier: results of an earlier step, quantity by quantity, whose memory may be written to.
 
     Returns:
         The quantities, prepared, with their tensors by parameter name.
@@ -38,8 +42,9 @@ def reduce_all(
                 room -= grad.num_samples * grad.shape.numel() * grad.dtype.itemsize
         quantities = [quantity.prepare(kept) for quantity in quantities]
     for name, grad in kept.items():
+        olds = [old.get(name) for old in earlier] or [None] * len(tensors)
         once = grad.keep(operations, budget)
-        for into, quantity in zip(tensors, quantities, strict=True):
+        for into, quantity, old in zip(tensors, quantities, olds, strict=True):
             with full_precision(grad.device):
-                into[name] = quantity.reduce(once)
+                into[name] = quantity.reduce_into(once, old)
     return list(zip(quantities, tensors, strict=True))

@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"factors"}),
     frozenset({"rules", "quantities"}),
     frozenset({"capture", "results", "reduction"}),
-    frozenset({"selection"}),
+    frozenset({"selection", "requests"}),
     frozenset({"api"}),
     frozenset({"functional", "verify", "privacy", "analysis", "compat"}),
     frozenset({"__init__"}),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradbatch.errors import UsageError
+from gradbatch.plans.choice import RECYCLED
 from gradbatch.plans.contractions import Plan, Planner, accumulation_dtype, check_operation
 from gradbatch.plans.kernels import add_squares, mirrored, spans, squared_norms
 
@@ -48,10 +49,17 @@ class PerSampleGrad(ABC):
 
     # ------------------------------------------------------------------ operations
 
-    def dense(self) -> Tensor:
-        """Materialise, ``[N, *shape]``."""
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        """Materialise, ``[N, *shape]``.
+
+        Args:
+            out: contiguous memory of that shape, and of the results' dtype and device, to write to; on a CPU, fresh
+                memory takes longer to get than the gradients take to compute.
+        """
+        if out is not None:
+            self._check_out(out)
         with full_precision(self.device):
-            return self._dense()
+            return self._dense() if out is None else self._dense_into(out)
 
     def sum(self) -> Tensor:
         """Sum over samples, ``[*shape]``: the gradient of the summed losses."""
@@ -189,6 +197,14 @@ class PerSampleGrad(ABC):
 
     # ------------------------------------------------------------------ a structure may override
 
+    def _dense_into(self, out: Tensor) -> Tensor:
+        rows = out.view(self.num_samples, self._numel)
+        for samples, block in self._blocks(
+            self.dtype, max(1, self._step() * RECYCLED // self.planner.budget)
+        ):
+            rows[samples] = block
+        return out
+
     def _part(self, start: int, stop: int) -> "PerSampleGrad":
         """The samples from ``start`` to ``stop``."""
         return self._select(torch.arange(start, stop, device=self.device))
@@ -267,6 +283,18 @@ class PerSampleGrad(ABC):
             raise UsageError(
                 f"{self!r} and {other!r} do not go together: they have to be gradients of one parameter"
                 + (" and of the same samples." if samples else ".")
+            )
+
+    def _check_out(self, out: Tensor) -> None:
+        wanted = (self.num_samples, *self.shape), self.dtype, self.device
+        if (
+            (tuple(out.shape), out.dtype, out.device) != wanted
+            or not out.is_contiguous()
+            or out.requires_grad
+        ):
+            raise UsageError(
+                f"out is {list(out.shape)}, {out.dtype} on {out.device}; expected contiguous memory without a graph, "
+                f"{list(wanted[0])}, {wanted[1]} on {wanted[2]}."
             )
 
     def _check_direction(self, name: str, shape: torch.Size) -> None:

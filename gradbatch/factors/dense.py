@@ -35,6 +35,9 @@ class Dense(PerSampleGrad):
     def _dense(self) -> Tensor:
         return self.values.to(self.dtype)
 
+    def _dense_into(self, out: Tensor) -> Tensor:
+        return out.copy_(self.values)
+
     def _sum(self) -> Tensor:
         return self._rows().sum(0).reshape(self.shape) if self._is_plain else super()._sum()
 

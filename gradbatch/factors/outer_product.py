@@ -55,6 +55,10 @@ class OuterProduct(PerSampleGrad):
     def _dense(self) -> Tensor:
         return self.planner.dense(self.left, self.right).reshape(self.num_samples, *self.shape)
 
+    def _dense_into(self, out: Tensor) -> Tensor:
+        self.planner.dense(self.left, self.right, out.view(self.num_samples, *self.factor_sizes))
+        return out
+
     def _part(self, start: int, stop: int) -> "OuterProduct":
         return OuterProduct(self.left[start:stop], part(self.right, start, stop), self.shape)
 

@@ -7,7 +7,7 @@ their digits that way are found and materialised.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,7 +26,7 @@ from gradbatch.plans.choice import (
 from gradbatch.plans.convolutions import Patches
 from gradbatch.plans.costs import FLOPS_FETCHED, FLOPS_READ, Sizes
 from gradbatch.plans.kernels import Operand as Operand, Tile
-from gradbatch.plans.measured import Timings
+from gradbatch.plans.measured import Timings, key_of
 
 AnyOperand = TypeVar("AnyOperand", bound=Operand)
 
@@ -96,7 +96,7 @@ class Planner:
             UsageError: for an unknown operation.
         """
         sizes, plans = self._candidates(operation, left, right, others, count, centered)
-        known = self._timings.best.get(_key(operation, sizes, left, right, centered))
+        known = self._timings.best.get(key_of(operation, sizes, left, right, centered))
         return plans[0] if known is None else known[0]
 
     def _candidates(
@@ -141,7 +141,7 @@ class Planner:
         sizes, plans = self._candidates(operation, left, right, others, count, centered)
         if not self.measure or len(plans) == 1:
             return run(plans[0])
-        return self._timings.run(_key(operation, sizes, left, right, centered), plans, run, left.device)
+        return self._timings.run(key_of(operation, sizes, left, right, centered), plans, run, left.device)
 
     def pays_to_keep(self, operations: Sequence[str], left: Tensor, right: Operand, room: int) -> bool:
         """Whether several operations are faster from gradients that are materialised once and kept.
@@ -164,12 +164,19 @@ class Planner:
         apart = sum(self._candidates(name, left, right, None, 1, False)[1][0].time for name in operations)
         return dense.time + fetched + FLOPS_READ * elements * len(operations) < apart
 
-    def dense(self, left: Tensor, right: Operand) -> Tensor:
-        """Per-sample gradients, ``[N, G, P, D]``."""
+    def dense(self, left: Tensor, right: Operand, out: Tensor | None = None) -> Tensor:
+        """Per-sample gradients, ``[N, G, P, D]``, in memory of the caller's if there is some."""
         left, right = _promoted(left, right)
-        return self._evaluate(
-            lambda plan: kernels.slab(left, right, plan.tile, plan.kernel), "dense", left, right
-        )
+
+        def run(plan: Plan) -> Tensor:
+            if out is None:
+                return kernels.slab(left, right, plan.tile, plan.kernel)
+            bytes_each = math.prod(out.shape[1:]) * out.dtype.itemsize
+            return kernels.fill(
+                out, left, right, max(1, RECYCLED // max(1, bytes_each)), plan.tile, plan.kernel
+            )
+
+        return self._evaluate(run, "dense", left, right)
 
     def sum(self, left: Tensor, right: Operand) -> Tensor:
         """Sum over samples, ``[G, P, D]``."""
@@ -310,12 +317,6 @@ class Planner:
         for start, stop in kernels.spans(len(lost), self.budget // max(1, bytes_each)) if len(lost) else ():
             index = lost[start:stop]
             yield index, self.dense(left[index], select(right, index))
-
-
-def _key(operation: str, sizes: Sizes, left: Tensor, right: Operand, centered: bool) -> Hashable:
-    """What the fastest plan depends on."""
-    image = (right.window, right.source.shape, right.positions) if isinstance(right, Patches) else None
-    return operation, sizes, image, left.dtype, left.device, centered
 
 
 def _window(operand: Operand) -> int:

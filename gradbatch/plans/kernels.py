@@ -66,6 +66,19 @@ def slab(left: Tensor, right: Operand, tile: Tile, method: str) -> Tensor:
     return out
 
 
+def fill(out: Tensor, left: Tensor, right: Operand, samples: int, tile: Tile, method: str) -> Tensor:
+    """Write the gradients to ``out [N, G, P, D]``; so many samples at a time where a kernel allocates its result."""
+    product = isinstance(right, Tensor) or method == "unfold"
+    step = min(tile.unfold, len(left)) if product else samples
+    for start, stop in spans(len(left), step):
+        chosen = part(right, start, stop)
+        if product:
+            torch.matmul(left[start:stop], columns(chosen).mT, out=out[start:stop])
+        else:
+            out[start:stop] = slab(left[start:stop], chosen, tile, method)
+    return out
+
+
 def slabs(left: Tensor, right: Operand, tile: Tile, method: str) -> Iterator[tuple[slice, slice, Tensor]]:
     """Materialise the gradients tile by tile: samples, output rows, ``[n, G, p, D]``."""
     for start, stop in spans(left.shape[0], tile.samples):

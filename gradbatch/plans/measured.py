@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from gradbatch.plans.choice import Plan
+from gradbatch.plans.convolutions import Patches
+from gradbatch.plans.costs import Sizes
+from gradbatch.plans.kernels import Operand
 
 # A candidate that takes this much longer than the fastest so far is not run a second time.
 _HOPELESS = 2.0
@@ -52,6 +55,12 @@ class Timings:
                 self.best[key] = plan, seconds
         assert result is not None
         return result
+
+
+def key_of(operation: str, sizes: Sizes, left: Tensor, right: Operand, centered: bool) -> Hashable:
+    """What the fastest plan depends on."""
+    image = (right.window, right.source.shape, right.positions) if isinstance(right, Patches) else None
+    return operation, sizes, image, left.dtype, left.device, centered
 
 
 def _now(device: torch.device) -> float:

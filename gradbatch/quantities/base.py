@@ -51,6 +51,15 @@ class Quantity(ABC):
         """
         return self
 
+    def reduce_into(self, grad: PerSampleGrad, out: Tensor | None) -> Tensor:
+        """As :meth:`reduce`; where a quantity is large, into the memory of an earlier result of its own.
+
+        Args:
+            grad: of the parameter.
+            out: what an earlier step returned for it; ``None``: nothing.
+        """
+        return self.reduce(grad)
+
     @abstractmethod
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """Reduce the per-sample gradients of one parameter.

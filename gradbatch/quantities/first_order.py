@@ -25,9 +25,16 @@ class BatchGrad(Quantity):
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[N, *shape]``, in at least float32."""
-        return (
-            grad.dense().contiguous()
-        )  # also the zeros of an unused parameter: the user may write into them
+        # Contiguous also where the zeros of an unused parameter are expanded: the user may write into them.
+        return grad.dense().contiguous()
+
+    def reduce_into(self, grad: PerSampleGrad, out: Tensor | None) -> Tensor:
+        """``[N, *shape]``, in the memory of ``out`` if it has that shape, dtype and device."""
+        wanted = (grad.num_samples, *grad.shape), grad.dtype, grad.device
+        if out is None or (tuple(out.shape), out.dtype, out.device) != wanted:
+            return self.reduce(grad)
+        usable = out.is_contiguous() and not out.requires_grad
+        return grad.dense(out) if usable else self.reduce(grad)
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,17 @@ def losses_of(model: nn.Module, x: Tensor) -> Tensor:
 
 def drawn(samples: int) -> Tensor:
     # Of sizes around the bound, so that some are clipped.
-    return torch.randn(samples, 2, 5, 5, dtype=torch.float64) * torch.logspace(-2, 1, samples).view(-1, 1, 1, 1)
+    return torch.randn(samples, 2, 5, 5, dtype=torch.float64) * torch.logspace(-2, 1, samples).view(
+        -1, 1, 1, 1
+    )
 
 
 def clipped(grads: gradbatch.QuantityResult, max_norm: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Norms, and clipped sums, by materialised gradients one sample at a time."""
     count = len(next(iter(grads.values())))
-    norms = torch.stack([sum((g[n].square().sum() for g in grads.values()), torch.zeros(())) for n in range(count)])
+    norms = torch.stack(
+        [sum((g[n].square().sum() for g in grads.values()), torch.zeros(())) for n in range(count)]
+    )
     factors = [min(1.0, max_norm / float(norm.sqrt())) for norm in norms]
     sums = {name: sum((f * g[n] for n, f in enumerate(factors)), 0 * g[0]) for name, g in grads.items()}
     return norms.sqrt(), sums
