@@ -22,7 +22,7 @@ help:
 	@echo "make types   mypy, strict, on the package"
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make zoo     333 models of torchvision, timm, transformers and peft (ten minutes; ARGS=--third)"
-	@echo "make bench   time gradbatch against a plain training step"
+	@echo "make bench   time and memory against a plain step and against other packages (half an hour; ARGS=--quick)"
 	@echo "make check   test, lint, types and docs"
 	@echo "make clean   remove the environment and everything built"
 
@@ -37,7 +37,7 @@ $(VENV)/.package: $(VENV)/.pip pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[cli,demo]'
 	@touch $@
 
-$(VENV)/.test $(VENV)/.lint $(VENV)/.docs $(VENV)/.zoo: $(VENV)/.%: $(VENV)/.package
+$(VENV)/.test $(VENV)/.lint $(VENV)/.docs $(VENV)/.zoo $(VENV)/.bench: $(VENV)/.%: $(VENV)/.package
 	$(INSTALL) --group $*
 	@touch $@
 
@@ -66,8 +66,10 @@ docs: $(VENV)/.docs
 zoo: $(VENV)/.test $(VENV)/.zoo
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo.run $(ARGS)
 
-bench: $(VENV)/.package
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.run $(ARGS)
+# Everything, on one thread (half an hour): ARGS=--quick, or ARGS='--models cnn gpt --threads 1 2', or
+# ARGS='--profile --models cnn --quantities BatchGrad'; DEVICE=cuda.
+bench: $(VENV)/.bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.run --device $(DEVICE) $(ARGS)
 
 check: test lint types docs
 

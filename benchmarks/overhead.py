@@ -8,6 +8,7 @@ Contestants run in a new order each round; medians.
 
 import argparse
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -17,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradbatch
-from benchmarks.models import Transformer, resnet18
-from benchmarks.run import median_times
+from benchmarks.measure import describe, time_steps
+from benchmarks.models.images import resnet18
+from benchmarks.models.transformers import RawTransformer
 from gradbatch.capture import graph
 from gradbatch.capture.memory import memory_of
 from gradbatch.capture.samples import Samples
@@ -39,7 +41,10 @@ def cases() -> dict[str, tuple[nn.Module, Losses]]:
     def predict(model: nn.Module) -> Tensor:
         return F.cross_entropy(model(ids).mT, ids, reduction="none").mean(1)
 
-    return {"ResNet-18, N=16": (resnet18(), classify), "transformer, 4 layers, N=8": (Transformer(), predict)}
+    return {
+        "ResNet-18, N=16": (resnet18(), classify),
+        "transformer, 4 layers, N=8": (RawTransformer(), predict),
+    }
 
 
 def bookkeeping(model: nn.Module, losses: Losses, repeats: int) -> float:
@@ -83,10 +88,12 @@ def measure(plain: nn.Module, losses: Losses, repeats: int) -> str:
         "norms": lambda: norms(asked),
         "norms, first step": lambda: norms(first),
     }
-    times = median_times(contestants, repeats, torch.device("cpu"))
-    seconds = times.pop("plain")
+    for step in contestants.values():
+        step()
+    times = time_steps(contestants, torch.device("cpu"), repeats, budget=math.inf)
+    seconds = describe(times.pop("plain").seconds)[0]
     share = bookkeeping(asked, losses, repeats) / seconds
-    ratios = "  ".join(f"{what} {t / seconds:.3f}" for what, t in times.items())
+    ratios = "  ".join(f"{what} {describe(timing.ratios)[0]:.3f}" for what, timing in times.items())
     return f"plain {1e3 * seconds:.1f} ms; times of it: {ratios}  book-keeping {share:.3f}"
 
 

@@ -1,91 +1,179 @@
-"""Times of a plain forward and backward pass: per-sample gradients, norms and a weighted sum of one grouped network.
+"""Time and memory of gradbatch and its peers, as ratios to a plain step: ``python -m benchmarks.run --help``.
 
-Runs the contestants in a new order each round and takes the median of each, so that a busy moment hits all of them.
+A complete run writes its tables into benchmarks/RESULTS.md (between two markers, nothing else is touched), the numbers
+to benchmarks/results-DEVICE.json and plots to docs/. Any smaller one prints, and writes only where --output says.
 """
 
 import argparse
-import random
-import statistics
+import json
+import platform
+import shlex
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from functools import partial
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from importlib.metadata import distributions
+from os.path import relpath
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-import gradbatch
+from benchmarks.cases import CASES
+from benchmarks.contestants import PEERS
+from benchmarks.phases import profile
+from benchmarks.plots import draw
+from benchmarks.quantities import QUANTITIES
+from benchmarks.report import put_between, section
+from benchmarks.rows import Plan, Row, measure_row
+from benchmarks.sweeps import sweep
 
-
-def network(groups: int) -> nn.Sequential:
-    """A small image classifier whose inner convolutions have ``groups`` groups."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, padding=1), nn.ReLU()]
-    for stride in (1, 2, 1, 2):
-        layers += [nn.Conv2d(64, 64, 3, stride, 1, groups=groups), nn.GroupNorm(8, 64), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-
-
-def median_times(
-    contestants: dict[str, Callable[[], object]], repeats: int, device: torch.device
-) -> dict[str, float]:
-    """Median seconds of each contestant, after one unmeasured round."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for round_ in range(repeats + 1):
-        for name, run in random.sample(list(contestants.items()), len(contestants)):
-            synchronise(device)
-            start = time.perf_counter()
-            run()
-            synchronise(device)
-            if round_:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+ROOT = Path(__file__).parent.parent
+QUICK_QUANTITIES = ("BatchGrad", "BatchL2Grad", "clipped sum")
+PACKAGES = ("opacus", "backpack-for-pytorch")
 
 
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", default="cpu", type=torch.device)
+    add("--threads", nargs="+", default=[1], type=int, help="a table for each number; default 1")
+    for name, values in (("models", CASES), ("quantities", QUANTITIES), ("peers", PEERS)):
+        told = f"some of: {', '.join(values)}"
+        add(f"--{name}", nargs="*", default=list(values), choices=values, metavar="NAME", help=told)
+    add("--derived", action="store_true", help="peers also in what follows from their per-sample gradients")
+    add("--repeats", default=15, type=int, help="rounds at most; default 15")
+    add("--budget", default=8.0, type=float, help="seconds of timing a row, three rounds at least; default 8")
+    add("--no-memory", dest="memory", action="store_false")
+    add("--no-sweeps", dest="sweeps", action="store_false")
+    add(
+        "--quick",
+        action="store_true",
+        help="an eighth of each batch, three quantities, three rounds, times only",
+    )
+    add("--output", type=Path, help="folder to write to")
+    add("--profile", action="store_true", help="instead: where the time goes, of --models and --quantities")
+    chosen = parser.parse_args(arguments)
+    everything = (chosen.models, chosen.quantities, chosen.peers) == (
+        list(CASES),
+        list(QUANTITIES),
+        list(PEERS),
+    )
+    chosen.complete = everything and chosen.memory and chosen.sweeps and not chosen.quick
+    if chosen.quick:
+        chosen.memory = chosen.sweeps = False
+        if chosen.quantities == list(QUANTITIES):
+            chosen.quantities = list(QUICK_QUANTITIES)
+    return chosen
 
 
-def compare(groups: int, x: Tensor, y: Tensor, repeats: int) -> dict[str, float]:
-    """Median seconds of a plain step and of each quantity on one network."""
-    plain = network(groups).to(x.device)
-    extended = gradbatch.extend(network(groups).to(x.device))
-    quantities = {
-        "BatchGrad": gradbatch.BatchGrad(),
-        "BatchL2Grad": gradbatch.BatchL2Grad(),
-        "WeightedSum": gradbatch.WeightedSum(torch.rand(len(x), device=x.device)),
+def plan_of(chosen: argparse.Namespace) -> Plan:
+    plan = Plan(
+        chosen.device, chosen.peers, chosen.derived, chosen.repeats, chosen.budget, memory=chosen.memory
+    )
+    return replace(plan, repeats=3, budget=1.0, shrink=8) if chosen.quick else plan
+
+
+def measure(chosen: argparse.Namespace, plan: Plan, rows: list[Row], sweeps: list[Row]) -> None:
+    """Add all rows, and those of the sweeps; memory and sweeps with the first number of threads only."""
+    for threads in chosen.threads:
+        torch.set_num_threads(threads)
+        first = threads == chosen.threads[0]
+        current = replace(plan, memory=plan.memory and first)
+        for case in chosen.models:
+            for quantity in chosen.quantities:
+                rows.append(measure_row(case, quantity, current))
+                print(brief(rows[-1]), flush=True)
+        if first and chosen.sweeps:
+            for row in sweep(chosen.models, chosen.quantities, current):
+                sweeps.append(row)
+                print(brief(row), flush=True)
+
+
+def brief(row: Row) -> str:
+    """A row in a line, for whoever waits."""
+    told = []
+    for name, cell in row.cells.items():
+        said = [cell.said.split(":")[0]] if cell.said else []
+        if cell.ratio is not None:
+            said.append(f"{cell.ratio[0]:.2f}")
+        if cell.memory_ratio is not None:
+            said.append(f"memory {cell.memory_ratio:.2f}")
+        told.append(f"{name} {', '.join(said)}")
+    size = f"N={row.samples}" + ("" if row.length is None else f" T={row.length}")
+    return f"{row.case} {size} {row.quantity}, {row.threads} threads: {'; '.join(told)}"
+
+
+def environment(chosen: argparse.Namespace, command: str, seconds: float) -> dict[str, str]:
+    """What the numbers hang on."""
+    device = str(chosen.device)
+    if chosen.device.type == "cuda":
+        device += f" ({torch.cuda.get_device_name(chosen.device)})"
+    found = {"device": device, "command": command, "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+    found |= {"python": platform.python_version(), "torch": torch.__version__}
+    installed = {distribution.name: distribution.version for distribution in distributions()}
+    found |= {package: installed.get(package, "not installed") for package in PACKAGES}
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    found["commit"] = commit.stdout.strip() or "unknown"
+    found["float"] = str(torch.get_default_dtype()).removeprefix("torch.")
+    found["minutes"] = f"{seconds / 60:.0f}"
+    return found
+
+
+def write(
+    rows: Sequence[Row], sweeps: Sequence[Row], facts: Mapping[str, str], device: str, output: Path | None
+) -> None:
+    """Tables, numbers and plots, into the checkout or a folder of the user's."""
+    tables, pictures = (output, output) if output else (ROOT / "benchmarks", ROOT / "docs")
+    tables.mkdir(parents=True, exist_ok=True)
+    numbers = {
+        "environment": facts,
+        "rows": [r.as_json() for r in rows],
+        "sweeps": [r.as_json() for r in sweeps],
     }
-
-    def losses(model: nn.Module) -> Tensor:
-        return F.cross_entropy(model(x), y, reduction="none")
-
-    def step(quantity: gradbatch.Quantity) -> None:
-        gradbatch.backward(extended, losses(extended), quantity)
-
-    contestants = {name: partial(step, quantity) for name, quantity in quantities.items()}
-    contestants["plain"] = lambda: losses(plain).mean().backward()
-    return median_times(contestants, repeats, x.device)
+    (tables / f"results-{device}.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    try:
+        files = draw(rows, sweeps, pictures, device)
+    except ImportError as error:
+        print(f"no plots: {error}")
+        files = {}
+    plots = {what: relpath(file, tables) for what, file in files.items()}
+    results = tables / "RESULTS.md"
+    text = results.read_text() if results.exists() else ""
+    results.write_text(put_between(text, device, section(rows, sweeps, facts, plots)))
+    print(f"written: {results} and its neighbours")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", type=torch.device)
-    parser.add_argument("--batch", default=32, type=int)
-    parser.add_argument("--repeats", default=10, type=int)
-    options = parser.parse_args()
-
-    torch.manual_seed(0)
-    x = torch.randn(options.batch, 3, 32, 32, device=options.device)
-    y = torch.randint(10, (options.batch,), device=options.device)
-    print(
-        f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads, batch {options.batch}"
-    )
-    for groups in (1, 8, 64):
-        times = compare(groups, x, y, options.repeats)
-        plain = times.pop("plain")
-        ratios = "  ".join(f"{name} {seconds / plain:.2f}" for name, seconds in times.items())
-        print(f"groups {groups:2d}: plain {1e3 * plain:.1f} ms; times of it: {ratios}")
+    chosen = options(sys.argv[1:])
+    if chosen.profile:
+        torch.set_num_threads(chosen.threads[0])
+        for case in chosen.models:
+            for quantity in chosen.quantities:
+                print(profile(case, quantity, chosen.device, min(chosen.repeats, 10)), flush=True)
+        return
+    started = time.perf_counter()
+    rows: list[Row] = []
+    sweeps: list[Row] = []
+    try:
+        measure(chosen, plan_of(chosen), rows, sweeps)
+    finally:
+        # What an interrupted run has found is shown, but not written down.
+        command = " ".join(["python -m benchmarks.run", *map(shlex.quote, sys.argv[1:])])
+        facts = environment(chosen, command, time.perf_counter() - started)
+        print(section(rows, sweeps, facts, {}))
+    if chosen.output or chosen.complete:
+        write(rows, sweeps, facts, chosen.device.type, chosen.output)
 
 
 if __name__ == "__main__":
-    main()
+    with warnings.catch_warnings():
+        # Peers warn of versions of torch and of hooks on every call; what matters of it comes out as a refusal.
+        warnings.simplefilter("ignore")
+        main()
