@@ -12,8 +12,8 @@ import torch
 
 import gradbatch
 from benchmarks.cases import CASES, Batch
-from benchmarks.contestants import OURS, PLAIN, of_gradbatch
-from benchmarks.contestants.of_gradbatch import ASKED, KeptNorm
+from benchmarks.contestants import OURS, PLAIN
+from benchmarks.contestants.of_gradbatch import ASKED
 from benchmarks.measure import seconds_of
 from gradbatch.capture import direct, graph
 from gradbatch.capture.evaluate import Totals
@@ -64,12 +64,14 @@ class Clock:
 def watched(clock: Clock, quantity: gradbatch.Quantity) -> Iterator[dict[str, float]]:
     """Time the parts of ``gradbatch.backward``; yields the seconds of reduction by structure and shape."""
     by_shape: defaultdict[str, float] = defaultdict(float)
-    reduce = type(quantity).reduce
+    reduce = type(quantity).reduce_into
 
-    def timed_reduce(self: gradbatch.Quantity, grad: gradbatch.PerSampleGrad) -> torch.Tensor:
+    def timed_reduce(
+        self: gradbatch.Quantity, grad: gradbatch.PerSampleGrad, out: torch.Tensor | None
+    ) -> torch.Tensor:
         before = clock.seconds["reduction"]
         with clock.phase("reduction"):
-            found = reduce(self, grad)
+            found = reduce(self, grad, out)
         by_shape[f"{grad!r}"[:90]] += clock.seconds["reduction"] - before
         return found
 
@@ -81,10 +83,11 @@ def watched(clock: Clock, quantity: gradbatch.Quantity) -> Iterator[dict[str, fl
             (Totals, "add_call", "rules"),
             (Totals, "add_node", "rules"),
             (Totals, "pull_back", "rules"),
-            (of_gradbatch, "weighted_sums", "weighted sums"),
+            (gradbatch.PerSampleGrad, "keep", "keeping"),
+            (type(quantity), "prepare", "norms first"),
         ):
             stack.enter_context(patch.object(owner, name, clock.timed(phase, getattr(owner, name))))
-        stack.enter_context(patch.object(type(quantity), "reduce", timed_reduce))
+        stack.enter_context(patch.object(type(quantity), "reduce_into", timed_reduce))
         yield by_shape
 
 
@@ -99,13 +102,12 @@ def profile(case: str, quantity: str, device: torch.device, repeats: int) -> str
     """
     model, batch = CASES[case].build(device)
     plain = PLAIN.prepare(copy.deepcopy(model), batch, quantity)
-    asked = KeptNorm() if quantity == "clipped sum" else ASKED[quantity]
     step, clock = OURS.prepare(model, batch, quantity), Clock(device)
     for _ in range(OURS.warm_up):
         step()
     plain()
     whole, untimed = 0.0, [(seconds_of(step, device), seconds_of(plain, device)) for _ in range(repeats)]
-    with watched(clock, asked) as by_shape:
+    with watched(clock, ASKED[quantity]) as by_shape:
         for _ in range(repeats):
             whole += seconds_of(step, device)
     clock.seconds["the rest"] = whole - sum(clock.seconds.values())

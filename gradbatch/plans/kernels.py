@@ -17,7 +17,7 @@ from gradbatch.plans.costs import contract
 
 Operand = Tensor | Patches
 
-_LONG_ROW = 4096
+_LONG_ROW, _PIECE = 4096, 1024
 
 
 class Tile(NamedTuple):
@@ -160,9 +160,14 @@ def squared_norm_ghost(left: Tensor, right: Operand, tile: Tile) -> tuple[Tensor
 
 
 def squared_norms(block: Tensor) -> Tensor:
-    """Squared norm of each row, ``[n, *]`` to ``[n]``, in one pass without a temporary."""
-    norms: Tensor = torch.linalg.vector_norm(block.flatten(1), dim=1)
-    return norms.square()
+    """Squared norm of each row, ``[n, *]`` to ``[n]``, in one pass without a temporary.
+
+    By pieces of a row: a long one would be added up term by term, and lose four digits to rounding.
+    """
+    rows = block.flatten(1)
+    whole = rows.shape[1] // _PIECE * _PIECE
+    pieces = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _PIECE)), dim=2).square().sum(1)
+    return pieces + torch.linalg.vector_norm(rows[:, whole:], dim=1).square()
 
 
 def add_squares(out: Tensor, block: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradbatch.errors import UsageError
+from gradbatch.plans import kernels
 from gradbatch.plans.contractions import PLANS, Planner
 from gradbatch.plans.convolutions import CORRELATE_METHODS, Patches, Window
 
@@ -217,3 +218,15 @@ def test_a_forced_plan_that_cannot_evaluate_the_operands_is_ignored() -> None:
     assert planner.plan("sum", *tensors()).name == "einsum"
     assert planner.plan("sum_of_squares", *tensors()).name == "dense"
     assert planner.plan("sum_of_squares", *tensors(t=1), centered=True).name == "dense"
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (3, 1), (2, 1024), (2, 1025), (4, 3, 700), (0, 2000)])
+def test_squared_norms_of_rows_of_any_length(shape: tuple[int, ...]) -> None:
+    block = torch.randn(shape, dtype=torch.float64)
+    torch.testing.assert_close(kernels.squared_norms(block), block.flatten(1).square().sum(1))
+
+
+def test_a_long_row_loses_no_digits() -> None:
+    block = torch.randn(1, 4_000_000)
+    right = block.double().square().sum(1)
+    assert float((kernels.squared_norms(block).double() / right - 1).abs()) < 1e-6
