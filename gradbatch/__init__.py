@@ -18,6 +18,7 @@ from gradbatch.errors import (
     VerificationError as VerificationError,
 )
 from gradbatch.factors import (
+    Blocks as Blocks,
     Concat as Concat,
     Dense as Dense,
     OuterProduct as OuterProduct,

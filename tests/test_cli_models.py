@@ -1,5 +1,6 @@
 """The command on models of other libraries: small, with random weights, and with inputs of its own."""
 
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -143,6 +144,23 @@ def test_without_its_library_a_model_says_how_to_get_it(
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=f"{option} needs {package}: pip install {package}"):
         models.BUILDERS[option]("resnet18", {}, [])
+
+
+def test_a_library_that_fails_on_import_says_what_it_failed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            try:
+                raise RuntimeError("operator torchvision::nms does not exist\nand more")
+            except RuntimeError as error:
+                raise ModuleNotFoundError(f"Could not import module '{name}'") from error
+
+    monkeypatch.setattr(models, "_imported", lambda package, option: Lazy(package))
+    with pytest.raises(UsageError) as raised:
+        models.from_transformers("BertConfig", {}, [])
+    assert str(raised.value) == (
+        "--hf BertConfig: ModuleNotFoundError: Could not import module 'BertConfig' "
+        "(because of RuntimeError: operator torchvision::nms does not exist)"
+    )
 
 
 def test_settings_are_literals_or_words() -> None:

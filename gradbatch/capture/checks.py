@@ -164,7 +164,7 @@ def _is_broadcast(
 
 
 def layer_of(node: Node, walk: graph.Walk, names: Names) -> str:
-    """The layer that a node lies in: that of the next record above it."""
+    """The layer that a node lies in, that of the next record above it; words where there is none."""
     pending, visited = [node], {node}
     for current in pending:
         for record, _ in walk.notes.get(current, ()):
@@ -173,4 +173,4 @@ def layer_of(node: Node, walk: graph.Walk, names: Names) -> str:
             if consumer not in visited:
                 visited.add(consumer)
                 pending.append(consumer)
-    return "behind the model"
+    return "the computation between the model's outputs and the losses"

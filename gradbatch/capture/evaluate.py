@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -42,7 +43,7 @@ class Evaluation:
         parameters: the parameters; several where they go through the shared region.
         layer: the layer that the use lies in.
         operation: class of the layer where its record was read, or type of the node.
-        reader: ``"module"``, ``"node"``, or ``"node call"`` where the node was called once for each sample.
+        reader: ``"module"``, ``"node"``, or ``"node call"`` where the node was called for several samples in turn.
         rule: name of the rule; empty for a node call.
         layout: where the samples lay in the output, in words.
     """
@@ -159,7 +160,7 @@ class Totals:
                 f"{cut.name}: {operation} has no rule and is called once for each sample, which is slow; `gradbatch "
                 "check` lists all such operations. Teach the layer with @gradbatch.layer_rule to make it fast",
                 SlowPathWarning,
-                stacklevel=2,
+                stacklevel=_level_of_the_user(),
             )
         parameters = tuple(self._found.parameters_of(replace(cut, slots=(slot,))))
         where = ", ".join(dict.fromkeys(map(words, cut.owners.values())))
@@ -177,6 +178,16 @@ class Totals:
     def _add(self, parameter: nn.Parameter, grad: PerSampleGrad) -> None:
         grad = grad.with_planner(self._planner)
         self.grads[parameter] = self.grads[parameter] + grad if parameter in self.grads else grad
+
+
+def _level_of_the_user() -> int:
+    """How far up from the caller the user's code begins; 1 on a thread of the engine's own, where there is none."""
+    frame, level = sys._getframe(1), 1
+    while str(frame.f_globals.get("__name__")).partition(".")[0] in ("gradbatch", "torch"):
+        if frame.f_back is None:
+            return 1
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def zeros(parameter: nn.Parameter, samples: int) -> Dense:

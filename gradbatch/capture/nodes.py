@@ -21,7 +21,11 @@ from gradbatch.capture.readings import POINTWISE, READINGS, SHIFTS, Reading
 from gradbatch.errors import UnsupportedLayer
 from gradbatch.factors import Dense, PerSampleGrad
 from gradbatch.rules import Call
-from gradbatch.rules.broadcast import summed_to, total_to
+from gradbatch.rules.broadcast import summed_over_repetitions, summed_to, total_to
+
+# In place of a rule: the node's output is one sample's alone (a table of positions that is resized for each image), so
+# that its backward, as it stands, is that sample's.
+CALLED_ONCE = "called once"
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ def contributions(
         samples: ``N``.
 
     Yields:
-        Slot, gradients with respect to that input, and the rule that they are due to; empty if the node was called.
+        Slot, gradients with respect to that input, and the rule that they are due to; empty if the node was called
+        for several samples, one after another.
     """
     arrived = {number: gradient for number, gradient in gradients.items() if gradient is not None}
     if not arrived:
@@ -68,20 +73,18 @@ def contributions(
                 for slot, name in slots.items():
                     yield slot, by_name[name], reading.rule.__name__
                     left.remove(slot)
+        place = owners.owner if isinstance(owners, OwnerMap) else owners
+        summed = summed_over_repetitions if kind == "RepeatBackward" else summed_to
         for slot in list(left):
             values = _pointwise(cut.node, slot, gradient)
             if values is not None:
-                place = owners.owner if isinstance(owners, OwnerMap) else owners
-                shape = graph.input_shape(cut.node, slot)
-                yield (
-                    slot,
-                    wrapped(summed_to(values, place, samples, shape), cut.node, slot),
-                    summed_to.__name__,
-                )
+                grads = summed(values, place, samples, graph.input_shape(cut.node, slot))
+                yield slot, wrapped(grads, cut.node, slot), summed.__name__
                 left.remove(slot)
     if left:
-        for slot, values in _called(cut, arrived, samples, left).items():
-            yield slot, wrapped(values, cut.node, slot), ""
+        found, calls = _called(cut, arrived, samples, left)
+        for slot, values in found.items():
+            yield slot, wrapped(values, cut.node, slot), "" if calls > 1 else CALLED_ONCE
 
 
 def _call(
@@ -121,7 +124,7 @@ def _call(
 def _pointwise(node: Node, slot: int, gradient: Tensor) -> Tensor | None:
     """Contributions to an input, in the shape of the output; ``None`` if the node is not of that kind."""
     kind = graph.kind(node)
-    if kind == "ExpandBackward":
+    if kind in ("ExpandBackward", "RepeatBackward"):
         return gradient
     if kind in SHIFTS and slot == 0:
         try:
@@ -136,8 +139,12 @@ def _pointwise(node: Node, slot: int, gradient: Tensor) -> Tensor | None:
 
 def _called(
     cut: Cut, gradients: Mapping[int, Tensor], samples: int, slots: Sequence[int]
-) -> dict[int, Tensor]:
-    """Call the node on each sample's part of the output gradients, ``[N, *shape]`` by slot."""
+) -> tuple[dict[int, Tensor], int]:
+    """Call the node on each sample's part of the output gradients.
+
+    Returns:
+        ``[N, *shape]`` by slot, and for how many samples it was called: those that own something.
+    """
     if samples > 1:
         _refuse_counts_over_the_batch(cut)
     count = len(graph.outputs(cut.node))
@@ -166,7 +173,7 @@ def _called(
                 "called on all of them at once, so that one may have made the others so. Leave non-finite samples out "
                 "of the batch, or teach the layer with @gradbatch.layer_rule"
             )
-    return result
+    return result, len(present)
 
 
 def _refuse_counts_over_the_batch(cut: Cut) -> None:

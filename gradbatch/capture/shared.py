@@ -9,8 +9,10 @@ else makes them dense.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from torch.autograd.graph import Node
 
 from gradbatch.capture import graph
 from gradbatch.capture.nodes import wrapped
-from gradbatch.factors import PerSampleGrad, RowScatter
+from gradbatch.factors import Blocks, PerSampleGrad, RowScatter
 from gradbatch.factors.views import permuted, reshaped
 from gradbatch.rules.broadcast import total_to
 
@@ -27,13 +29,16 @@ RESHAPING = frozenset(
     f"{name}Backward"
     for name in "View UnsafeView ReshapeAlias Alias Squeeze Unsqueeze Clone ToCopy".split()  # noqa: SIM905
 )
+# What these make of a tensor are parts of it.
+PARTING = frozenset(f"{name}Backward" for name in "Select Slice Split SplitWithSizes Unbind".split())  # noqa: SIM905
 TRANSPOSING = frozenset({"TBackward", "TransposeBackward", "PermuteBackward"})
 UNARY = (
     RESHAPING
     | TRANSPOSING
+    | PARTING
     | frozenset(
         f"{name}Backward"
-        for name in """Select Slice Split SplitWithSizes Unbind Diagonal Flip Roll Neg Exp Log Log1P Expm1 Softplus
+        for name in """Diagonal Flip Roll Neg Exp Log Log1P Expm1 Softplus
     Sigmoid LogSigmoid Tanh Softmax LogSoftmax Sqrt Rsqrt Reciprocal Abs Relu Silu Gelu Elu Sum Mean LinalgVectorNorm
     Norm Var Std VarMean Tril Triu ViewAsComplex ViewAsReal AsStrided WeightNormInterface LinalgMatrixExp LinalgQr
     LinalgInvEx Sin Cos Sgn Sign""".split()  # noqa: SIM905
@@ -105,8 +110,8 @@ def pull_back(
         slot for slot, (below, _) in enumerate(node.next_functions) if below is not None and wanted(below)
     ]
     kind = graph.kind(node)
-    if list(received) == [0] and slots == [0] and isinstance(received[0], PerSampleGrad):
-        structured = _structured(node, kind, received[0])
+    if slots == [0] and not any(isinstance(grad, Tensor) for grad in received.values()):
+        structured = _structured(node, kind, cast("dict[int, PerSampleGrad]", received))
         if structured is not None:
             yield 0, structured
             return
@@ -119,12 +124,17 @@ def pull_back(
             yield slot, wrapped(values, node, slot)
 
 
-def _structured(node: Node, kind: str, grad: PerSampleGrad) -> PerSampleGrad | None:
+def _structured(node: Node, kind: str, received: dict[int, PerSampleGrad]) -> PerSampleGrad | None:
     """Gradients through a node that keeps their structure; ``None`` if it does not."""
     below = graph.input_shape(node, 0)
-    if kind in RESHAPING:
-        return reshaped(grad, below)
     with suppress(AttributeError):  # what this version of torch does not show takes the general way
+        if kind in PARTING:
+            return _joined(received, _beginnings(node, kind, below), below)
+        if list(received) != [0]:
+            return None
+        grad = received[0]
+        if kind in RESHAPING:
+            return reshaped(grad, below)
         if kind == "TBackward":
             return permuted(grad, range(len(below))[::-1])
         if kind == "TransposeBackward":
@@ -143,9 +153,42 @@ def _structured(node: Node, kind: str, grad: PerSampleGrad) -> PerSampleGrad | N
     return None
 
 
+def _beginnings(node: Node, kind: str, below: torch.Size) -> list[int] | None:
+    """Which element of the input each output begins with; ``None`` if the others do not follow one by one."""
+    axis = _axis(graph.saved(node, "dim"), len(below))
+    if math.prod(below[:axis]) != 1:
+        return None
+    row = math.prod(below[axis + 1 :])
+    if kind == "SelectBackward":
+        return [_axis(graph.saved(node, "index"), below[axis]) * row]
+    if kind == "SliceBackward":
+        start = slice(_signed(graph.saved(node, "start") or 0), None).indices(below[axis])[0]
+        return [start * row] if graph.saved(node, "step") == 1 else None
+    sizes = [math.prod(shape) for shape, _ in graph.outputs(node)]
+    return [sum(sizes[:number]) for number in range(len(sizes))]
+
+
+def _joined(
+    received: dict[int, PerSampleGrad], beginnings: Sequence[int] | None, below: torch.Size
+) -> PerSampleGrad | None:
+    """Gradients of parts as those of the whole, if it is known where they begin."""
+    if beginnings is None:
+        return None
+    blocks = {beginnings[number]: grad for number, grad in received.items() if math.prod(grad.shape)}
+    whole = [grad for grad in blocks.values() if math.prod(grad.shape) == math.prod(below)]
+    if whole:
+        return reshaped(whole[0], below)
+    return Blocks(blocks, below) if blocks else None
+
+
 def _axis(saved: int, dim: int) -> int:
-    """An axis as it was saved, negative ones wrapped around an unsigned number."""
-    return (saved - 2**64 if saved >= 2**63 else saved) % dim
+    """An axis or an index along one as it was saved, counted from the front."""
+    return _signed(saved) % dim
+
+
+def _signed(saved: int) -> int:
+    """A number as it was saved, negative ones wrapped around an unsigned number."""
+    return saved - 2**64 if saved >= 2**63 else saved
 
 
 def _batched(

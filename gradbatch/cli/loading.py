@@ -140,9 +140,13 @@ def try_out(model: nn.Module, inputs: Inputs) -> None:
         ) from error
 
 
-def words(error: Exception) -> str:
-    """Kind and first line of an error, without what ends a sentence."""
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".: ")
+def words(error: BaseException) -> str:
+    """Kind and first line of an error and of what caused it in the first place, without what ends a sentence."""
+    said = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".: ")
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    return said if cause is error else f"{said} (because of {words(cause)})"
 
 
 def _candidates(found: Any) -> str:

@@ -103,7 +103,8 @@ def from_transformers(name: str, settings: Mapping[str, Any], inputs: Sequence[s
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read on import; nothing here looks for weights
     transformers = _imported("transformers", "--hf")
-    kind = getattr(transformers, name, None)
+    with _saying(f"--hf {name}"):  # imported only now
+        kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PretrainedConfig)):
         configs = [other for other in dir(transformers) if other.endswith("Config")]
         raise UsageError(f"--hf {name}: transformers has no such configuration class{_close(name, configs)}")

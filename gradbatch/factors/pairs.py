@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradbatch.factors import row_scatter
 from gradbatch.factors.base import PerSampleGrad, dense_gram, dense_inner
+from gradbatch.factors.blocks import Blocks, matched
 from gradbatch.factors.dense import Dense
 from gradbatch.factors.outer_product import OuterProduct
 from gradbatch.factors.row_scatter import RowScatter
@@ -131,6 +132,12 @@ def _merge(left: PerSampleGrad, right: PerSampleGrad) -> PerSampleGrad | None:
     """Add two gradients of one structure without leaving it; None where that is not possible or not wise."""
     if isinstance(left, Dense) and isinstance(right, Dense):
         return Dense(left._dense() + right._dense())
+    if isinstance(left, Blocks) and isinstance(right, Blocks):
+        both = set(left.blocks) & set(right.blocks)
+        if matched(left, right) is None:
+            return None
+        sums = {start: add(left.blocks[start], right.blocks[start]) for start in both}
+        return Blocks({**left.blocks, **right.blocks, **sums}, left.shape)
     if isinstance(left, RowScatter) and isinstance(right, RowScatter):
         ids, values = torch.cat([left.ids, right.ids], 1), torch.cat([left.values, right.values], 1)
         return RowScatter(ids, values, left.shape)
@@ -256,14 +263,33 @@ def _rows_of_table(
     return outer.left[:, 0].to(dtype), outer.right[:, 0].to(dtype)
 
 
+def _blocks_inner(left: Blocks, right: Blocks) -> Tensor:
+    """Blocks in different places are orthogonal."""
+    pairs = matched(left, right)
+    if pairs is None:
+        return dense_inner(left, right)
+    nothing = torch.zeros(left.num_samples, dtype=left.dtype, device=left.device)
+    return sum_tensors([nothing, *(inner(a, b) for a, b in pairs)])
+
+
+def _blocks_gram(left: Blocks, right: Blocks) -> Tensor:
+    pairs = matched(left, right)
+    if pairs is None:
+        return dense_gram(left, right)
+    nothing = torch.zeros(left.num_samples, right.num_samples, dtype=left.dtype, device=left.device)
+    return sum_tensors([nothing, *(gram(a, b) for a, b in pairs)])
+
+
 _INNER: dict[tuple[type, type], Callable[..., Tensor]] = {
     (OuterProduct, OuterProduct): _outer_outer_inner,
     (RowScatter, RowScatter): row_scatter.inner,
     (RowScatter, OuterProduct): _scatter_outer_inner,
+    (Blocks, Blocks): _blocks_inner,
 }
 
 _GRAM: dict[tuple[type, type], Callable[..., Tensor]] = {
     (OuterProduct, OuterProduct): _outer_outer_gram,
     (RowScatter, RowScatter): row_scatter.gram,
     (RowScatter, OuterProduct): _scatter_outer_gram,
+    (Blocks, Blocks): _blocks_gram,
 }

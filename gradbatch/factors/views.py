@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gradbatch.factors.base import PerSampleGrad
+from gradbatch.factors.blocks import Blocks
 from gradbatch.factors.dense import Dense
 from gradbatch.factors.outer_product import OuterProduct
 from gradbatch.factors.sums import Sum
@@ -26,6 +27,8 @@ def reshaped(grad: PerSampleGrad, shape: Sequence[int]) -> PerSampleGrad:
         return Sum([reshaped(term, shape) for term in grad.terms]).with_planner(grad.planner)
     if isinstance(grad, OuterProduct):
         return OuterProduct(grad.left, grad.right, shape).with_planner(grad.planner)
+    if isinstance(grad, Blocks):
+        return Blocks(grad.blocks, shape).with_planner(grad.planner)
     return Dense(grad.dense().reshape(grad.num_samples, *shape)).with_planner(grad.planner)
 
 

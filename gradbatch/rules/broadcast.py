@@ -42,6 +42,33 @@ def summed_to(values: Tensor, owners: SampleLayout | Tensor, samples: int, shape
     return total(first, tuple(a + 1 for a in axes)).reshape(samples, *shape)
 
 
+def summed_over_repetitions(
+    values: Tensor, owners: SampleLayout | Tensor, samples: int, shape: Sequence[int]
+) -> Tensor:
+    """Sum each sample's elements to a shape that ``repeat`` took to that of ``values``, ``[N, *shape]``.
+
+    Args:
+        values, owners, samples, shape: as for :func:`summed_to`.
+    """
+    shape = torch.Size(shape)
+    once = (1,) * (values.dim() - len(shape)) + shape
+    # Each axis in two, [repetitions, size]: broadcast over the first, and the operand's own along the second.
+    axes = [
+        n for size, length in zip(once, values.shape, strict=True) for n in (length // max(1, size), size)
+    ]
+    axis = owners.axis if isinstance(owners, SampleLayout) else None
+    if isinstance(owners, SampleLayout) and axis is not None:
+        if once[axis] and owners.stride % once[axis] == 0:  # each repetition is one sample's
+            owners = SampleLayout(samples, 2 * axis, owners.stride // once[axis])
+        else:
+            owner = owners.owner(values.shape[axis]).to(values.device)
+            owners = owner.view(-1, *(1,) * (values.dim() - axis - 1))
+    if isinstance(owners, Tensor):
+        owners = owners.expand(values.shape).reshape(axes)
+    apart = [n for size in once for n in (1, size)]
+    return summed_to(values.reshape(axes), owners, samples, apart).reshape(samples, *shape)
+
+
 def _summed_by_element(values: Tensor, owners: Tensor, samples: int, shape: Sequence[int]) -> Tensor:
     elements = math.prod(shape)
     place = torch.arange(elements, device=values.device).view(tuple(shape)).expand(values.shape)

@@ -34,7 +34,7 @@ class Explained:
         layer: the layer that the use lies in.
         operation: class of the layer, or type of the node of the autograd graph.
         reader: ``"module"`` for a layer's record, ``"node"`` for a node of the graph that a rule describes,
-            ``"node call"`` where the node itself was called once for each sample.
+            ``"node call"`` where the node itself was called for several samples in turn.
         rule: name of the rule; empty for a node call.
         layout: where the samples lay in the output, in words.
     """

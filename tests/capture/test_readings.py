@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.utils import parametrizations
 
@@ -74,6 +75,48 @@ def test_a_node_of_every_type_in_the_tables_is_read_by_its_rule(kind: str) -> No
 def test_an_operand_without_axes_is_right(shape: tuple[int, ...]) -> None:
     example = Example(lambda m, x: x.masked_fill(x > 0, m.w.sum()), (3,), {"w": shape})
     assert_example(example, "MaskedFillBackward", reader="node call")
+
+
+@pytest.mark.parametrize(
+    ("repeats", "shape"),
+    [
+        ((4, 1, 1), (1, 2, 3)),  # a repetition a sample
+        ((4, 3, 1), (3,)),
+        ((2, 1, 2), (2, 2, 3)),  # two samples a repetition
+        ((1, 2, 1), (4, 1, 3)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("samples", [4, 2, 1])
+def test_a_repeated_parameter_is_read_wherever_the_samples_lie(
+    repeats: tuple[int, ...], shape: tuple[int, ...], samples: int
+) -> None:
+    def repeated(m: Any, x: Tensor) -> Tensor:
+        table = m.w.repeat(*repeats)
+        return table.reshape(samples, -1).cumsum(1) * x
+
+    assert_example(Example(repeated, (1,), {"w": shape}, samples=samples), "RepeatBackward")
+
+
+def test_repetitions_that_are_scattered_over_the_samples_are_read() -> None:
+    def repeated(m: Any, x: Tensor) -> Tensor:
+        rows = m.w.repeat(6, 2)[torch.tensor([7, 2, 11, 0, 5, 5, 9, 4])]
+        return rows.view(4, 2, -1) * x.view(4, 1, 1)
+
+    assert_example(Example(repeated, (1,), {"w": (2, 3)}), "RepeatBackward")
+
+
+def test_a_node_that_computes_one_sample_s_value_is_called_once() -> None:
+    """A table of positions that is resized for each image is as quick as in the ordinary backward."""
+
+    def resized(m: Any, x: Tensor) -> Tensor:
+        tables = [F.interpolate(m.w, size=size, mode="bilinear").mean((2, 3)) for size in range(2, 6)]
+        return torch.cat(tables) * x
+
+    example = Example(resized, (3,), {"w": (1, 3, 4, 4)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SlowPathWarning)
+        assert_example(example, "UpsampleBilinear2DBackward")
 
 
 @pytest.mark.parametrize("kind", sorted({*READINGS, *POINTWISE, *SHIFTS, *UNARY, *COMBINING} - ELSEWHERE))

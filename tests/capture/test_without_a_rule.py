@@ -132,3 +132,20 @@ def test_a_value_of_the_region_that_is_not_sent_on_is_an_error_and_no_zero(
     for way in WAYS:
         with pytest.raises(gradbatch.UnsupportedLayer, match="TanhBackward"):
             WAYS[way](model, lambda: sum_of_squares(model(x)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_slow_operation_is_warned_of_where_the_user_called_us(way: str) -> None:
+    model, x = wired(USES["distances"], layer=nn.Linear(4, 3)), draw(3, 5, 4)
+    losses = sum_of_squares(model(x))
+    with pytest.warns(gradbatch.SlowPathWarning, match="CdistBackward") as warned:
+        WAYS[way](model, lambda: losses if way == "backward" else sum_of_squares(model(x)))
+    assert [warning.filename for warning in warned] == [WAYS[way].__code__.co_filename]
+
+
+def test_what_is_computed_behind_the_model_is_said_to_be_there() -> None:
+    model, x = perceptron(), draw(4, 3)
+    losses = torch.cdist(model(x)[:, None], model[2].weight[:, :2]).sum((1, 2))
+    where = "the computation between the model's outputs and the losses"
+    with pytest.warns(gradbatch.SlowPathWarning, match=f"^{where}: CdistBackward has no rule"):
+        gradbatch.per_sample_grads(model, losses)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradbatch.factors import Concat, Dense, OuterProduct, PerSampleGrad, RowScatter, Sum
+from gradbatch.factors import Blocks, Concat, Dense, OuterProduct, PerSampleGrad, RowScatter, Sum
 from gradbatch.plans.convolutions import Patches, Window
 
 SHAPE = (6, 4)
@@ -137,6 +137,36 @@ def sum_with_micro_batches(n: int, make: Maker) -> Case:
     return _sum([micro_batches(n, make), scatter(n, make), patches_of_rows(n, make)])
 
 
+def blocks(n: int, make: Maker) -> Case:
+    """Of different structure, out of order, one empty; the last row belongs to none."""
+    left, right, values = make.draw(n, 1, 3, 2), make.draw(n, 1, 4, 2), make.draw(n, 2, 4)
+    outer, rows = OuterProduct(left, right, (3, 4)), Dense(values)
+    expected = torch.zeros(n, *SHAPE, dtype=torch.float64, device=make.device)
+    expected[:, :3] = torch.einsum("npt,ndt->npd", left[:, 0].double(), right[:, 0].double())
+    expected[:, 3:5] = values.double()
+    return Case(Blocks({12: rows, 0: outer, 24: Dense(values[:, :0])}, SHAPE), expected)
+
+
+def blocks_of_other_places(n: int, make: Maker) -> Case:
+    """The first lies as in the other case; the others, blocks of blocks, begin and end within a row."""
+    first, values = make.draw(n, 3, 4), make.draw(n, 4)
+    ids, rows = torch.randint(-1, 2, (n, 3)).to(make.device), make.draw(n, 3, 2)
+    table = RowScatter(ids, rows, (2, 2))
+    inner = Blocks({5: table, 0: Dense(values)}, (11,))
+    expected = torch.zeros(n, 24, dtype=torch.float64, device=make.device)
+    expected[:, :12], expected[:, 13:17] = first.double().flatten(1), values.double()
+    for i in range(n):
+        for t in range(3):
+            if ids[i, t] >= 0:
+                start = 18 + 2 * int(ids[i, t])
+                expected[i, start : start + 2] += rows[i, t].double()
+    return Case(Blocks({13: inner, 0: Dense(first)}, SHAPE), expected.reshape(n, *SHAPE))
+
+
+def sum_with_blocks(n: int, make: Maker) -> Case:
+    return _sum([blocks(n, make), outer(n, make), blocks_of_other_places(n, make)])
+
+
 def micro_batches(n: int, make: Maker) -> Case:
     cut = min(n, 2)
     clean = make._replace(poison=None)
@@ -174,6 +204,9 @@ STRUCTURES: dict[str, Callable[[int, Maker], Case]] = {
         patches_of_rows,
         scatter,
         scatter_of_nothing,
+        blocks,
+        blocks_of_other_places,
+        sum_with_blocks,
         mixed_sum,
         sum_of_outer_products,
         sum_with_micro_batches,

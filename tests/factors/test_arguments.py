@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradbatch.errors import RuleError, UsageError
-from gradbatch.factors import Concat, Dense, OuterProduct, PerSampleGrad, RowScatter, Sum
+from gradbatch.factors import Blocks, Concat, Dense, OuterProduct, PerSampleGrad, RowScatter, Sum
 from gradbatch.plans.contractions import Plan
 
 LEFT, RIGHT = torch.randn(3, 2, 3, 5), torch.randn(3, 2, 4, 5)
@@ -37,6 +37,12 @@ IDS, VALUES = torch.zeros(3, 5, dtype=torch.int64), torch.randn(3, 5, 4)
         (lambda: Sum([]), "[]"),
         (lambda: Sum([Dense(VALUES), Dense(VALUES[:2])]), "2 x [5, 4]"),
         (lambda: Sum([Dense(VALUES), Dense(VALUES[:, :2])]), "3 x [2, 4]"),
+        (lambda: Blocks({}, (6, 4)), "[]"),
+        (lambda: Blocks({0: Dense(VALUES), 20: Dense(VALUES[:2])}, (10, 4)), "2 x [5, 4]"),
+        (lambda: Blocks({0: Dense(VALUES), 19: Dense(VALUES)}, (10, 4)), "overlap"),
+        (lambda: Blocks({0: Blocks({8: Dense(VALUES)}, (7, 4)), 8: Dense(VALUES)}, (9, 4)), "overlap"),
+        (lambda: Blocks({-4: Dense(VALUES)}, (6, 4)), "outside"),
+        (lambda: Blocks({5: Dense(VALUES)}, (6, 4)), "outside"),
         (lambda: Concat([]), "[]"),
         (lambda: Concat([Dense(VALUES), Dense(VALUES[:, :2])]), "3 x [2, 4]"),
     ],
@@ -89,7 +95,8 @@ def test_a_structure_shows_its_sizes_and_its_plan() -> None:
 
 def test_integer_and_boolean_weights_are_weights() -> None:
     outer = OuterProduct(LEFT, RIGHT, (6, 4))
-    for grad in (outer, Dense(outer.dense()), Sum([outer, RowScatter(IDS, VALUES, (6, 4))])):
+    blocks = Blocks({4: Dense(VALUES)}, (6, 4))
+    for grad in (outer, Dense(outer.dense()), Sum([outer, RowScatter(IDS, VALUES, (6, 4))]), blocks):
         chosen = torch.tensor([True, False, True])
         torch.testing.assert_close(grad.weighted_sum(chosen), grad.select(chosen).sum())
         torch.testing.assert_close(grad.weighted_sum(chosen.long()), grad.select(chosen).sum())

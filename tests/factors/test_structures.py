@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from gradbatch.factors import Concat, Dense, OuterProduct, PerSampleGrad, RowScatter, Sum
+from gradbatch.factors import Blocks, Concat, Dense, OuterProduct, PerSampleGrad, RowScatter, Sum
 from gradbatch.plans.contractions import PLANS, Planner
 from gradbatch.plans.convolutions import Patches, Window
 from tests.factors.cases import (
@@ -163,6 +163,7 @@ def test_a_planner_is_kept_by_whatever_is_derived(structure: str) -> None:
 
     def planners(each: PerSampleGrad) -> list[Planner]:
         children = each.terms if isinstance(each, Sum) else each.parts if isinstance(each, Concat) else ()
+        children = tuple(each.blocks.values()) if isinstance(each, Blocks) else children
         return [each.planner, *(found for child in children for found in planners(child))]
 
     assert all(found is planner for each in derived for found in planners(each))
@@ -208,3 +209,21 @@ def test_adding_keeps_the_structure_where_there_is_one() -> None:
     assert isinstance(cases["outer"] + cases["scatter"], Sum)
     both = cases["outer"] + cases["scatter"] + cases["outer"] + cases["scatter"] + cases["dense"]
     assert isinstance(both, Sum) and [type(term) for term in both.terms] == [OuterProduct, RowScatter, Dense]
+
+
+def test_parts_of_a_parameter_add_without_leaving_their_places() -> None:
+    left, right = (OuterProduct(torch.randn(3, 1, 2, 5), torch.randn(3, 1, 4, 5), (2, 4)) for _ in range(2))
+    first, second = Blocks({8: left}, SHAPE), Blocks({8: right, 16: left}, SHAPE)
+    total = Blocks({0: right}, SHAPE) + first + second
+    assert isinstance(total, Blocks) and list(total.blocks) == [0, 8, 16]
+    assert all(isinstance(block, OuterProduct) for block in total.blocks.values())
+    rows = torch.cat([right.dense(), left.dense() + right.dense(), left.dense()], 1)
+    torch.testing.assert_close(total.dense(), rows)
+    for empty in (8, 10, 16):
+        with_nothing = first + Blocks({empty: Dense(torch.zeros(3, 0))}, SHAPE)
+        torch.testing.assert_close(with_nothing.dense(), first.dense())
+    overlapping = first + Blocks({4: left}, SHAPE)
+    assert isinstance(overlapping, Sum)
+    torch.testing.assert_close(
+        overlapping.squared_norm(), overlapping.dense().square().sum((1, 2)), rtol=1e-4, atol=1e-4
+    )

@@ -53,7 +53,7 @@ def outcome(entry: Entry) -> Outcome:
         try:
             model, call = entry.build()
             times.append(time.perf_counter())
-            losses = _losses(call)
+            losses = losses_of(call)
             expected = oracle.one_hot_of(losses, oracle.trainable(model))
             _assert_worth_comparing(expected)
         except Exception as error:
@@ -68,7 +68,7 @@ def outcome(entry: Entry) -> Outcome:
     return Outcome(entry, kind, why, precision, len(expected) - silent, silent, seconds)
 
 
-def _losses(call: Call) -> Tensor:
+def losses_of(call: Call) -> Tensor:
     """The same projection of the same outputs every time."""
     torch.manual_seed(1)
     return own_losses(call())
@@ -87,7 +87,7 @@ def _verdict(
     try:
         extended = gradbatch.extend(model)
         with as_its_library_expects():
-            losses = _losses(call)
+            losses = losses_of(call)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", gradbatch.SlowPathWarning)  # right is what is asked here
             found = gradbatch.per_sample_grads(extended, losses)

@@ -1,14 +1,17 @@
-"""Run the zoo: ``python -m tests.zoo.run [--only PATTERN] [--third] [--write]``."""
+"""Run the zoo: ``python -m tests.zoo.run [--only PATTERN] [--third] [--write | --count]``."""
 
 import argparse
 import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from tests.zoo.check import Outcome, outcome
 from tests.zoo.entries import SOURCES, entries, third
+from tests.zoo.entry import Entry
 from tests.zoo.page import PAGE, page
+from tests.zoo.readers import readers
 
 
 def main() -> int:
@@ -19,6 +22,11 @@ def main() -> int:
     parser.add_argument(
         "--write", action="store_true", help="write the page of the documentation: whole runs only"
     )
+    parser.add_argument(
+        "--count",
+        action="store_true",
+        help="count how often nodes are called once for each sample, and no more",
+    )
     asked = parser.parse_args()
     if asked.write and (asked.only or asked.third):
         parser.error("--write is for a run of the whole zoo")
@@ -28,6 +36,9 @@ def main() -> int:
         for entry in (third if asked.third else entries)(source)
         if re.search(asked.only, str(entry))
     ]
+    if asked.count:
+        count(chosen)
+        return 0
     start, found = time.perf_counter(), []
     for number, entry in enumerate(chosen, 1):
         found.append(outcome(entry))
@@ -39,6 +50,20 @@ def main() -> int:
     compared = [o for o in found if o.kind != "skipped"]
     right = sum(o.kind == "right" for o in compared)
     return int(any(o.kind == "wrong" for o in compared) or 100 * right < 99 * len(compared))
+
+
+def count(chosen: Sequence[Entry]) -> None:
+    """A line for each entry that has node calls, with their share of its uses, and the totals."""
+    totals: Counter[str] = Counter()
+    for entry in chosen:
+        found = readers(entry)
+        totals += found.readers
+        if found.why or found.called:
+            called = ", ".join(f"{kind}: {times}" for kind, times in found.called.items())
+            _say(
+                f"{entry!s:48} {found.share:6.1%} of {found.readers.total():4} {called} {found.why}".rstrip()
+            )
+    _say(f"{len(chosen)} entries, uses by reader: {dict(totals)}")
 
 
 def line(outcome: Outcome) -> str:
