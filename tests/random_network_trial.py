@@ -79,7 +79,7 @@ class Trial:
         draw = random.Random(seed)
         samples = draw.choice([1, 2, 2, 3, 3, 4, 5] if not coupled else [2, 3, 4])
         positions, channels = draw.choice([1, 2, 3, samples, samples]), draw.choice([samples, 2, 3, 4])
-        # Few non-finite ones: of a sample that is NaN throughout nobody knows where it lies, which may be refused.
+        # Few non-finite ones: where an operation adds the samples up in one kernel, they are refused.
         self.kind = draw.choice(
             ["plain", "plain", *3 * sorted(FACTORS.keys() - {"non-finite"}), "non-finite"]
         )

@@ -55,7 +55,7 @@ def test_random_networks_are_right_or_refused_and_those_without_coupling_are_rig
             word = outcome.split(",")[0].split(": step")[0]
             sort = "coupled" if trial.coupling else "non-finite" if trial.kind == "non-finite" else "apart"
             outcomes[sort][word] += 1
-            # A sample of which nothing is finite may leave open where the samples lie.
+            # In one kernel over all samples, what is not finite in one gets into the others.
             allowed = trial.coupling or trial.kind == "non-finite"
             if word != "right" and not (allowed and word.startswith("refused")):
                 problems.append(f"{way} of {trial}: {outcome}")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence, Set
 from torch.autograd.graph import Node
 
 from gradbatch.capture import graph, provenance
+from gradbatch.capture.layouts import Owners
 from gradbatch.capture.nodes import Cut
 from gradbatch.capture.readings import POINTWISE
 from gradbatch.capture.uses import Names, Use, hook_message
@@ -70,25 +71,40 @@ def check_earlier(inner: Set[Node], edges: Set[graph.Edge], walk: graph.Walk, na
                 )
 
 
-def check_statistics(cuts: Sequence[Cut]) -> None:
-    """Refuse a normalisation in training mode, unless it normalises each channel over one sample (InstanceNorm).
+def normalises_samples(node: Node, owners: Owners | None, walk: graph.Walk, names: Names) -> bool:
+    """Whether a node is a normalisation in training mode, but not of each channel over one sample (InstanceNorm).
+
+    Args:
+        node: the node.
+        owners: where the samples lie in its first output.
+        walk: the graph.
+        names: the layers.
 
     Raises:
-        CoupledSamples: it is over several samples.
+        UnsupportedLayer: this version of torch does not tell.
+    """
+    if graph.kind(node) not in ("NativeBatchNormBackward", "CudnnBatchNormBackward"):
+        return False
+    if isinstance(owners, SampleLayout) and (owners.axis in (None, 1) or owners.samples == 1):
+        return False
+    try:
+        return bool(graph.saved(node, "training"))
+    except AttributeError as error:
+        raise UnsupportedLayer(
+            f"{layer_of(node, walk, names)}: this version of torch does not show `training` of {graph.kind(node)}, "
+            "which may normalise over the batch"
+        ) from error
+
+
+def check_statistics(cuts: Sequence[Cut], walk: graph.Walk, names: Names) -> None:
+    """Refuse a normalisation over several samples.
+
+    Raises:
+        CoupledSamples: there is one.
+        UnsupportedLayer: this version of torch does not tell.
     """
     for cut in cuts:
-        if graph.kind(cut.node) not in ("NativeBatchNormBackward", "CudnnBatchNormBackward"):
-            continue
-        owners = cut.owners.get(0)
-        one_each = isinstance(owners, SampleLayout) and (owners.axis in (None, 1) or owners.samples == 1)
-        try:
-            training = graph.saved(cut.node, "training")
-        except AttributeError as error:
-            raise UnsupportedLayer(
-                f"{cut.name}: this version of torch does not show `training` of {graph.kind(cut.node)}, which may "
-                "normalise over the batch"
-            ) from error
-        if training and not one_each:
+        if normalises_samples(cut.node, cut.owners.get(0), walk, names):
             raise CoupledSamples(
                 f"{cut.name}: batch_norm normalises over the batch, so a sample's gradient depends on the other "
                 "samples. Use running statistics (training=False, layer.eval()), or group_norm instead"

@@ -129,24 +129,30 @@ class Forward:
         """The gradient for the samples' own losses."""
         if gradient is None:
             return None
-        if unseen is not NONE and not self._is_rounding(
-            gradient if unseen is None else gradient[unseen], gradient
-        ):
-            raise unowned(name, self.samples)
+        if unseen is not NONE:
+            part = gradient if unseen is None else gradient.where(unseen, 0)
+            # What no output depends on has no gradient, whatever becomes of zero times NaN.
+            gradient = torch.where(part.isfinite(), gradient, 0)
+            if not self._is_rounding(part.where(part.isfinite(), 0), gradient, unseen is not None):
+                raise unowned(name, self.samples)
         # The gradient of a mean carries 1/N; a sample's own loss does not.
         return None if unseen is None else gradient * self._scale
 
-    def _is_rounding(self, part: Tensor, gradient: Tensor) -> bool:
-        """Whether a part of a gradient is zero but for rounding: sums that cancel are exactly zero at times only."""
+    def _is_rounding(self, part: Tensor, gradient: Tensor, placed: bool) -> bool:
+        """Whether a part of a gradient is zero but for rounding: sums that cancel are exactly zero at times only.
+
+        Where it is kept, as part of a gradient whose owners are known from the rest of it, an operation may have
+        enlarged the rounding error, as a normalisation does; where it is left out, it may not. What it is compared
+        with is seen or is refused itself.
+        """
         if not part.any():
             return True
         precision = PRECISION.get(
             part.real.dtype if part.is_complex() else part.dtype, PRECISION[torch.float16]
         )
-        others = [taken for _, taken, _ in self.taken if taken.numel()]
-        largest = max(float(other.abs().max()) for other in (gradient, *others))
-        seen = part.numel() < gradient.numel() or len(others) > 1
-        return seen and float(part.abs().max()) <= precision.absolute * largest
+        others = [gradient, *(taken for _, taken, _ in self.taken)]
+        largest = max(float(other.abs().nan_to_num(0.0, 0.0, 0.0).max()) for other in others if other.numel())
+        return float(part.abs().max()) <= (precision.relative if placed else precision.absolute) * largest
 
     # ---- at the end
 

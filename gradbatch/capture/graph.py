@@ -18,6 +18,9 @@ from torch.autograd.graph import GradientEdge, Node
 METADATA_KEY = "gradbatch"
 Result = TypeVar("Result")
 
+Place = tuple[Node, int]
+"""A node and the number of one of its outputs."""
+
 Edge = tuple[Node, int]
 """A consumer and the index among its ``next_functions``: the way a gradient takes down the graph."""
 
@@ -173,6 +176,31 @@ def apply(node: Node, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None
         call = call.apply
     result = call(*gradients)
     return result if isinstance(result, tuple) else (result,)
+
+
+def apply_with(
+    node: Node, gradients: Sequence[Tensor | None], change: Callable[[Tensor], Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Call a Python ``Function``'s backward as :func:`apply` does, with what its forward saved changed."""
+    like = next(g for g in gradients if g is not None)
+    full = [
+        torch.zeros(shape, dtype=dtype, device=like.device) if g is None else g
+        for g, (shape, dtype) in zip(gradients, outputs(node), strict=True)
+    ]
+    kept = [None if tensor is None else change(tensor) for tensor in node.saved_tensors]  # type: ignore[attr-defined]
+    function: Any = type(node)
+    result = function._forward_cls.backward(_Context(node, kept), *full)
+    return result if isinstance(result, tuple) else (result,)
+
+
+class _Context:
+    """The context of a ``Function``, with other saved tensors."""
+
+    def __init__(self, node: Node, saved: Sequence[Any]) -> None:
+        self._node, self.saved_tensors = node, tuple(saved)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
 
 
 def runs_its_own_backward(node: Node) -> bool:

@@ -77,6 +77,8 @@ def owners_of(
     if any(len(gradients) < len(runs) for gradients in passes):
         return None, False
     leads = [1 if site.lead is None else site.lead[j] for j in present]
+    if samples > 1 and not all(is_finite(g) for gradients in passes for g in gradients):
+        return None, False  # no ratio tells whose that is
     real = [[torch.view_as_real(g) if g.is_complex() else g for g in gradients] for gradients in passes]
     regular, only = _layout(real, leads, site.lead is None, tags, samples)
     if regular is not None or samples == 1 or len(present) != 1:
@@ -84,12 +86,15 @@ def owners_of(
     return _irregular(site, real[0], passes[0][0].dim(), tags, samples), False
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are; a finite sum shows it without a temporary."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
 def _irregular(
     site: Site, gradients: Sequence[Tensor], axes: int, tags: Tags, samples: int
 ) -> OwnerMap | None:
     """Owners of rows, or else of elements, of an output with so many axes (a complex one has one more here)."""
-    if not all(bool(g.isfinite().all()) for g in gradients):
-        return None
     found = _decoded(gradients, site.rows, tags) if site.rows <= axes else None
     if found is None and site.elements and site.rows != axes:
         found = _decoded(gradients, axes, tags)
@@ -134,7 +139,6 @@ def _layout(
 ) -> tuple[SampleLayout | None, bool]:
     """The first regular layout that explains all outputs of a call, if there is one, and whether no other does."""
     first = [gradients[0] for gradients in passes]
-    unsure = [~gradient.isfinite() for gradient in first if not gradient.sum().isfinite()]
     pivots = [_pivots(gradients, tags) for gradients in passes] if samples > 1 else []
     found: SampleLayout | None = None
     only = bool(passes)
@@ -145,21 +149,16 @@ def _layout(
             continue
         if not all(_explains(layout, gradients, tags.exponents) for gradients in passes):
             continue
-        if unsure and not _tells_apart(layout, first):
-            return None, False  # all that is finite is one sample's, and so may the rest be
-        if found is None:
-            found = layout
-            continue
-        only = False
-        if any(not torch.equal(_owners(layout, mask), _owners(found, mask)) for mask in unsure):
-            return None, False  # the finite elements leave open which sample the others belong to
+        if found is not None:
+            return found, False
+        found = layout
     return found, only
 
 
 def _pivots(gradients: Sequence[Tensor], tags: Tags) -> tuple[Tensor, Tensor]:
     """Some large elements, by their places, with their owners: a layout that contradicts them need not be tried."""
     plain = gradients[0].reshape(-1)
-    size = plain.abs().nan_to_num(0.0, 0.0, 0.0)
+    size = plain.abs()
     width = max(1, len(size) // PIVOTS)
     chunks = size[: len(size) // width * width].view(-1, width)
     place = chunks.argmax(1) + torch.arange(len(chunks), device=plain.device) * width
@@ -182,20 +181,6 @@ def _owns(layout: SampleLayout, shape: torch.Size, place: Tensor, owner: Tensor)
         return True
     row = place // math.prod(shape[layout.axis + 1 :]) % shape[layout.axis]
     return torch.equal(row // layout.stride % layout.samples, owner)
-
-
-def _tells_apart(layout: SampleLayout, gradients: Sequence[Tensor]) -> bool:
-    """Whether finite elements of at least two samples were seen, by which the owner of the others can be told."""
-    alive = [by_sample(layout, torch.where(g.isfinite(), g, 0)).any(1) for g in gradients]
-    return layout.samples == 1 or int(torch.stack(alive).any(0).sum()) > 1
-
-
-def _owners(layout: SampleLayout, mask: Tensor) -> Tensor:
-    """Samples that the elements under a mask belong to."""
-    if layout.axis is None:
-        return mask.new_zeros(int(mask.sum()), dtype=torch.long)
-    owner = layout.owner(mask.shape[layout.axis]).to(mask.device)
-    return owner.view(-1, *(1,) * (mask.dim() - layout.axis - 1)).expand(mask.shape)[mask]
 
 
 def _candidates(shapes: Sequence[torch.Size], leads: Sequence[int], samples: int) -> Iterator[SampleLayout]:
@@ -236,14 +221,9 @@ def by_sample(layout: SampleLayout, gradient: Tensor) -> Tensor:
 
 
 def _agree(first: Tensor, second: Tensor, precision: Precision, least: float) -> bool:
-    """Whether two gradients ``[N, elements]`` are the same to rounding, where they are finite."""
-    if torch.equal(first, second) and bool(first.sum().isfinite()):
+    """Whether two gradients ``[N, elements]`` are the same to rounding."""
+    if torch.equal(first, second):
         return True  # as it is where kernels are exact; the rest would need several temporaries
-    known = first.isfinite() & second.isfinite()
-    if not known.all():
-        if not (known & (first != 0)).any():
-            return False  # nothing finite to tell the owners by
-        first, second = first.where(known, 0.0), second.where(known, 0.0)
     size = torch.minimum(first.abs(), second.abs())
     allowed = precision.relative * size + precision.absolute * size.amax(1, keepdim=True) + least
     return bool(((first - second).abs() <= allowed).all())

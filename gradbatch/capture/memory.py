@@ -16,8 +16,9 @@ from typing import Any
 from torch import nn
 from torch.autograd.graph import Node
 
+from gradbatch.capture.axes import Shapes
 from gradbatch.capture.layouts import OwnerMap
-from gradbatch.capture.propagation import Propagated, Run, Shapes, propagate
+from gradbatch.capture.propagation import Propagated, Run, propagate
 from gradbatch.errors import StaleCapture
 from gradbatch.rules import RowLayout, SampleLayout
 

@@ -7,8 +7,9 @@ exact, local to that one operation, and slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.graph import Node
 
 from gradbatch.capture import graph
 from gradbatch.capture.layouts import OwnerMap, Owners
+from gradbatch.capture.reach import kept_apart
 from gradbatch.capture.readings import POINTWISE, READINGS, SHIFTS, Reading
 from gradbatch.errors import UnsupportedLayer
 from gradbatch.factors import Dense, PerSampleGrad
@@ -156,24 +158,64 @@ def _called(
         parts: list[Tensor | None] = [None] * count
         for number, gradient in gradients.items():
             parts[number] = torch.where(masks[number] == sample, gradient, torch.zeros_like(gradient))
-        found = graph.apply(cut.node, parts)
-        for slot in slots:
-            values = found[slot]
-            if values is None:
-                continue  # zero
-            values = total_to(values.to_dense() if values.is_sparse else values, shapes[slot])
+        found = _at_slots(graph.apply(cut.node, parts), shapes)
+        # Zero times what is not finite in another sample is not finite either.
+        if samples > 1 and _is_finite(parts) and not _is_finite(found.values()):
+            own = {n: (mask == sample).expand_as(gradients[n]) for n, mask in masks.items()}
+            found = {slot: v.where(kept_apart(cut.node, own, slot, v.shape), 0) for slot, v in found.items()}
+            if not _is_finite(found.values()):
+                found = _without_others(cut, parts, found)
+        for slot, values in found.items():
             if slot not in result:
                 result[slot] = values.new_zeros(samples, *shapes[slot])
             result[slot][sample] = values
-    for values in result.values():
-        finite = values.reshape(samples, -1).isfinite().all(1)
-        if len(values) - int(finite.sum()) > 1:
-            raise UnsupportedLayer(
-                f"{cut.name}: several samples have non-finite gradients through {graph.kind(cut.node)}, which is "
-                "called on all of them at once, so that one may have made the others so. Leave non-finite samples out "
-                "of the batch, or teach the layer with @gradbatch.layer_rule"
-            )
     return result, len(present)
+
+
+def _at_slots(found: Sequence[Tensor | None], shapes: Mapping[int, torch.Size]) -> dict[int, Tensor]:
+    """What a node returned for some inputs, in their shapes; nothing where it is zero."""
+    return {
+        slot: total_to(values.to_dense() if values.is_sparse else values, shape)
+        for slot, shape in shapes.items()
+        if (values := found[slot]) is not None
+    }
+
+
+def _is_finite(tensors: Iterable[Tensor | None]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor is not None)
+
+
+def _without_others(
+    cut: Cut, parts: Sequence[Tensor | None], found: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """Results of a ``Function`` for one sample, without what is not finite in others.
+
+    It is called with two other numbers in place of each that is not finite. A result that does not depend on them is
+    the sample's; one that does is not finite, as it was.
+    """
+    shapes = {slot: values.shape for slot, values in found.items()}
+    saved = graph.saved_by_function(cut.node)
+    if saved and not _is_finite(saved):
+        first, second = (
+            _at_slots(graph.apply_with(cut.node, parts, partial(_substituted, scale=scale)), shapes)
+            for scale in (1.0, -3.0)
+        )
+        if _is_finite(first.values()) and _is_finite(second.values()):
+            return {
+                slot: values.where(first[slot] != second[slot], first[slot]) for slot, values in found.items()
+            }
+    raise UnsupportedLayer(
+        f"{cut.name}: {graph.kind(cut.node)} is called on all samples at once, and what is not finite in one of them "
+        "may have got into the gradients of the others. Leave non-finite samples out of the batch, or teach the layer "
+        "with @gradbatch.layer_rule"
+    )
+
+
+def _substituted(tensor: Tensor, scale: float) -> Tensor:
+    """Random numbers of one sign in place of what is not finite."""
+    generator = torch.Generator(tensor.device).manual_seed(0)
+    numbers = scale + scale * torch.rand(tensor.shape, generator=generator, device=tensor.device)
+    return tensor.detach().where(tensor.isfinite(), numbers.to(tensor.dtype))
 
 
 def _refuse_counts_over_the_batch(cut: Cut) -> None:

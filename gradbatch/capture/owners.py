@@ -24,7 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradbatch.capture.layouts import RESOLVED, OwnerMap, Owners, Site, by_sample, owners_of
+from gradbatch.capture.layouts import RESOLVED, OwnerMap, Owners, Site, by_sample, is_finite, owners_of
+from gradbatch.capture.reach import NOBODY
 from gradbatch.capture.tags import PRECISION, Tags, resolution
 from gradbatch.rules import SampleLayout
 
@@ -33,6 +34,9 @@ Gradients = Sequence[Sequence[Tensor | None]]
 
 Differentiate = Callable[[Tensor], Gradients]
 """One pruned backward pass: from weights of the losses ``[N]``."""
+
+Follow = Callable[[], Gradients]
+"""The sample of each element by the operations alone, in the gradients' shapes: -1 for nobody, ``N`` for several."""
 
 
 # Samples whose largest gradients differ by more than this, or lie this close to the dtype's smallest number, are
@@ -50,12 +54,14 @@ class Ownership:
         certain: whether no other owners explain the gradients.
         gradients: of the unweighted sum of the losses; ``None`` where no gradient arrived.
         exponents: of the weights that made the samples equally loud, to start from next time.
+        finite: whether all of it could be measured.
     """
 
     owners: list[Owners | None]
     certain: list[bool]
     gradients: list[list[Tensor | None]]
     exponents: Tensor
+    finite: list[bool]
 
 
 def find_owners(
@@ -65,6 +71,7 @@ def find_owners(
     weight_like: Tensor,
     dtypes: set[torch.dtype],
     exponents: Tensor | None = None,
+    follow: Follow | None = None,
 ) -> Ownership:
     """Find where the samples lie in the output gradients of every call.
 
@@ -75,6 +82,7 @@ def find_owners(
         weight_like: a tensor with the dtype and device of the losses' weights.
         dtypes: of the outputs.
         exponents: of the weights to begin with, from an earlier search on the same losses.
+        follow: finds whose the elements are that are not finite, which no measurement tells.
     """
     precision = min(
         (PRECISION[d] for d in {*dtypes, weight_like.dtype} if d in PRECISION), key=lambda p: p.digits
@@ -90,6 +98,7 @@ def find_owners(
         weights = torch.exp2(exponents)
         return differentiate((weights if mask is None else weights * mask).to(weight_like))
 
+    followed: Gradients | None = None
     for _ in range(ATTEMPTS):
         plain = run(base)
         peak = max((_largest(g) for outputs in plain for g in outputs), default=0.0)
@@ -97,7 +106,12 @@ def find_owners(
             # The tags on top of it could leave the dtype's range.
             base = (base - math.ceil(math.log2(peak))).clamp(-limit, limit)
             plain = run(base)
-        runs = _without_zeros([plain, *(run(base + tag) for tag in tags.exponents)])
+        raw = runs = _without_zeros([plain, *(run(base + tag) for tag in tags.exponents)])
+        finite = [_is_finite([gradients[i] for gradients in runs]) for i in range(len(sites))]
+        if samples > 1 and follow is not None and not all(finite):
+            followed = follow() if followed is None else followed
+            raw = _without_zeros([_without_dead(gradients, followed) for gradients in raw])
+            runs = _filled(raw, followed, [base, *(base + tag for tag in tags.exponents)])
         found = [
             owners_of(site, [gradients[i] for gradients in runs], tags, samples)
             for i, site in enumerate(sites)
@@ -121,7 +135,7 @@ def find_owners(
             break
         step = torch.where(seen, loudness, torch.ones_like(loudness)).log2().round()
         base = (base - step).clamp(-limit, limit)
-    gradients = _unweighted(runs[0], owners, base)
+    gradients = _unweighted(raw[0], owners, base)
     if base.any():
         # Weights are exact only as long as nothing leaves the dtype's range; without them nothing is lost.
         exact = run(torch.zeros_like(base))
@@ -129,7 +143,44 @@ def find_owners(
             [_where_finite(g, weighted) for g, weighted in zip(*outputs, strict=True)]
             for outputs in zip(exact, gradients, strict=True)
         ]
-    return Ownership(owners, [certain for _, certain in found], gradients, base)
+    return Ownership(owners, [certain for _, certain in found], gradients, base, finite)
+
+
+def _is_finite(runs: Gradients) -> bool:
+    return all(is_finite(g) for outputs in runs for g in outputs if g is not None)
+
+
+def _without_dead(gradients: Gradients, followed: Gradients) -> Gradients:
+    """Zeros where no loss reaches an element: whatever becomes of zero times NaN, nothing depends on it."""
+    return [
+        [
+            g if g is None or owner is None else g.masked_fill(~g.isfinite() & (owner == NOBODY), 0)
+            for g, owner in zip(*outputs, strict=True)
+        ]
+        for outputs in zip(gradients, followed, strict=True)
+    ]
+
+
+def _filled(runs: Sequence[Gradients], followed: Gradients, exponents: Sequence[Tensor]) -> list[Gradients]:
+    """Put in place of what is not finite what a finite gradient of the same sample would be in each pass.
+
+    What is finite must still agree with it, so that a layout is accepted only if both say the same.
+    """
+
+    def fill(i: int, j: int, number: int) -> Tensor | None:
+        gradient, owner = runs[number][i][j], followed[i][j]
+        if gradient is None or owner is None:
+            return gradient
+        unknown = ~torch.stack([g.isfinite() for run in runs if (g := run[i][j]) is not None]).all(0)
+        weights = torch.exp2(exponents[number]).to(gradient)
+        single = (owner >= 0) & (owner < len(weights))
+        values = (_largest(runs[0][i][j]) or 1.0) * weights[owner.clamp(0, len(weights) - 1)]
+        return torch.where(unknown & single, values, gradient)
+
+    return [
+        [[fill(i, j, number) for j in range(len(outputs))] for i, outputs in enumerate(gradients)]
+        for number, gradients in enumerate(runs)
+    ]
 
 
 def _where_finite(exact: Tensor | None, weighted: Tensor | None) -> Tensor | None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from gradbatch.capture import graph
+from gradbatch.capture.graph import Place
 from gradbatch.capture.owners import Differentiate
+from gradbatch.capture.reach import owners_by_reach
 from gradbatch.capture.undisturbed import readable
 from gradbatch.capture.uses import Use
-
-Place = tuple[Node, int]
-"""A node and the number of one of its outputs."""
 
 
 def pruned_pass(
@@ -37,10 +36,51 @@ def pruned_pass(
         with readable("the model's graph"):
             found = graph.differentiate(outputs, cotangents(weights), ends)
         arrived = {edge: _strided(g) for edge, g in zip(edges, found, strict=True)}
-        of_uses = [[use.output_gradient(i, arrived[p]) for i, p in enumerate(use.places)] for use in uses]
-        return of_uses + [[arrived[place]] for place in places]
+        return _as_taken(arrived, uses, places)
 
     return differentiate
+
+
+def owners_at(
+    walk: graph.Walk,
+    outputs: Sequence[Tensor],
+    numbers: Tensor,
+    axis: int,
+    uses: Sequence[Use],
+    places: Sequence[Place],
+) -> list[list[Tensor | None]]:
+    """The sample of each element of the gradients that such a pass finds, by the operations alone.
+
+    Args:
+        walk: the graph.
+        outputs: where the pass starts.
+        numbers: the samples of the rows of ``outputs``.
+        axis: of the rows.
+        uses: calls.
+        places: outputs of nodes.
+
+    Returns:
+        Samples in the shapes of the gradients; -1 for nobody, ``N`` for several, ``None`` where nothing arrives.
+    """
+    roots = {
+        (graph.node_of(output), output.output_nr): numbers.to(output.device)
+        .view(-1, *(1,) * (output.dim() - axis - 1))
+        .expand(output.shape)
+        for output in outputs
+    }
+    every = {place for use in uses for place in use.places}.union(places)
+    found = owners_by_reach(walk, roots, every, int(numbers.max()) + 1)
+    # Where an arrangement fills up with zeros there is nobody.
+    arranged = _as_taken({place: owner + 1.0 for place, owner in found.items()}, uses, places)
+    return [[None if owner is None else owner.long() - 1 for owner in outputs] for outputs in arranged]
+
+
+def _as_taken(
+    arrived: Mapping[Place, Tensor | None], uses: Sequence[Use], places: Sequence[Place]
+) -> list[list[Tensor | None]]:
+    """Gradients at calls, as their rules take them, and at the outputs of nodes, as they are."""
+    of_uses = [[use.output_gradient(i, arrived.get(p)) for i, p in enumerate(use.places)] for use in uses]
+    return of_uses + [[arrived.get(place)] for place in places]
 
 
 def adjacent_tensors(walk: graph.Walk) -> Iterator[Tensor]:

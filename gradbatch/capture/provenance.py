@@ -160,7 +160,8 @@ def _suspicions(node: Node, model: _Model) -> Iterator[Suspicion]:
         if not model.knows(constant):
             whole = not (constant.is_floating_point() or constant.is_complex())
             reads = f"a tensor of shape {tuple(constant.shape)}"
-            yield Suspicion(node, reads, whole and _counts_positions(constant))
+            counts = _counts_positions(constant) if whole else _begins(constant, model.own)
+            yield Suspicion(node, reads, counts)
     slots = [below for below, _ in node.next_functions]
     if kind == "ConvolutionBackward":
         slots = slots[:2]  # a bias has no axis of samples
@@ -232,6 +233,15 @@ def _is_copy(constant: Tensor, own: Sequence[Tensor]) -> bool:
         and torch.equal(tensor.to(constant.dtype), constant)
         for tensor in own
     )
+
+
+def _begins(constant: Tensor, own: Sequence[Tensor]) -> bool:
+    """Whether a tensor is the beginning of a table of the model's: its rows, looked up by position."""
+    if constant.dim() < 2:
+        return False
+    rows = constant.flatten(0, -2)
+    tables = (table for table in own if table.dim() == 2 and table.shape[1] == constant.shape[-1])
+    return any(len(rows) <= len(table) and _is_copy(rows, [table[: len(rows)]]) for table in tables)
 
 
 def _keeps_shape(node: Node, model: _Model, grown: dict[Node, bool]) -> bool:

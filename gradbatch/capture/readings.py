@@ -19,7 +19,7 @@ from gradbatch.capture.layouts import OwnerMap, Owners
 from gradbatch.rules import Layout, RuleFunction, SampleLayout
 from gradbatch.rules.axes import full
 from gradbatch.rules.convolution import convolution, transposed_convolution
-from gradbatch.rules.embedding import embedding, indexed_rows
+from gradbatch.rules.embedding import embedding, embedding_bag, indexed_rows
 from gradbatch.rules.linear import batched_product, bilinear, product, product_with_vector
 from gradbatch.rules.normalisation import normalised_channels, normalised_features
 
@@ -31,6 +31,13 @@ POINTWISE = frozenset(
 )
 # The added operand of a product, with the name of its factor.
 SHIFTS = {"AddmmBackward": "beta", "BaddbmmBackward": "beta", "AddmvBackward": "beta"}
+
+# The same numbers in another shape, and on other axes.
+RESHAPING = frozenset(
+    f"{name}Backward"
+    for name in "View UnsafeView ReshapeAlias Alias Squeeze Unsqueeze Clone ToCopy".split()  # noqa: SIM905
+)
+TRANSPOSING = frozenset({"TBackward", "TransposeBackward", "PermuteBackward"})
 
 
 @dataclass(frozen=True)
@@ -181,6 +188,21 @@ def _embedding_settings(node: Node) -> Mapping[str, Any]:
     }
 
 
+def _weighted_bags(node: Node) -> Mapping[str, Tensor]:
+    names = {"input": "indices", "offsets": "offsets", "per_sample_weights": "per_sample_weights"}
+    return {name: graph.saved(node, saved) for name, saved in names.items()}
+
+
+def _bag_settings(node: Node) -> Mapping[str, Any]:
+    padding = graph.saved(node, "padding_idx")
+    padding = padding - 2**64 if padding >= 2**63 else padding
+    return {
+        "mode": "sum",
+        "padding_idx": None if padding < 0 else padding,
+        "scale_grad_by_freq": graph.saved(node, "scale_grad_by_freq"),
+    }
+
+
 def _trilinear_is_bilinear(node: Node) -> bool:
     names = ("expand1", "expand2", "expand3", "sumdim")
     return [list(graph.saved(node, name)) for name in names] == [[1, 3], [0], [1, 2], [2, 3]]
@@ -235,6 +257,20 @@ READINGS: dict[str, tuple[Reading, ...]] = {
     ),
     "ConvolutionBackward": (_convolution(transposed=False), _convolution(transposed=True)),
     "EmbeddingBackward": (Reading(embedding, {0: "weight"}, _input("indices"), _embedding_settings, _one),),
+    "EmbeddingBagBackward": (
+        # Only a sum can be weighted; without weights the node keeps what depends on the mode.
+        Reading(
+            embedding_bag,
+            {0: "weight"},
+            _weighted_bags,
+            _bag_settings,
+            _one,
+            applies=lambda node: (
+                graph.saved(node, "per_sample_weights") is not None
+                and not graph.saved(node, "scale_grad_by_freq")
+            ),
+        ),
+    ),
     "IndexBackward": (_selected("indices"),),
     "IndexSelectBackward": (_selected("index", lambda node: graph.saved(node, "dim") == 0),),
     "NativeLayerNormBackward": (_norm(_layer_norm, {1: "weight", 2: "bias"}),),

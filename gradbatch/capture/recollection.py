@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from gradbatch.capture import graph
+from gradbatch.capture.graph import Place
 from gradbatch.capture.layouts import Owners
 from gradbatch.capture.memory import Known, Measured, Memory
-from gradbatch.capture.passes import Place
 from gradbatch.capture.propagation import Run
 from gradbatch.capture.uses import Use
 from gradbatch.rules import Layout, SampleLayout

@@ -11,18 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradbatch.capture import checks, graph, shared
 from gradbatch.capture.explanation import Explanation
+from gradbatch.capture.graph import Place
 from gradbatch.capture.layouts import OwnerMap, Owners, Site
 from gradbatch.capture.memory import Memory
 from gradbatch.capture.nodes import Cut
 from gradbatch.capture.owners import Differentiate, find_owners
-from gradbatch.capture.passes import Place, adjacent_tensors, pruned_pass
+from gradbatch.capture.passes import adjacent_tensors, owners_at, pruned_pass
 from gradbatch.capture.propagation import Run
 from gradbatch.capture.readings import READINGS
 from gradbatch.capture.recollection import Recollection
@@ -83,7 +85,7 @@ class _Search:
         batch_dim: int,
     ) -> None:
         self.outputs, self.cotangents, self.samples, self.names = outputs, cotangents, samples.count, names
-        self.of_rows = samples.of_rows
+        self.of_rows, self.batch_dim = samples.of_rows, batch_dim
         self.uses, self.walk = find_uses([graph.node_of(root) for root in roots], names)
         self.known = {edge for explanation in earlier for edge in explanation.edges}
         records = {use.record for explanation in earlier for use in explanation.uses}
@@ -172,7 +174,7 @@ class _Search:
             finite = all(bool(g.isfinite().all()) for g in shared_ones)
             border = {cut.node for cut in cuts}
             checks.check_region(region, border, self.samples, self.walk, self.names, finite)
-            checks.check_statistics(cuts)
+            checks.check_statistics(cuts, self.walk, self.names)
 
     def _recall(self, entries: Mapping[Node, Sequence[int]]) -> None:
         """Take over what earlier steps found."""
@@ -265,7 +267,16 @@ class _Search:
         return all((node, number) in self.owners for number in self._outputs(node))
 
     def _is_mixed(self, node: Node) -> bool:
-        return any(self.owners[node, number] is None for number in self._outputs(node))
+        """Whether samples share what a node computes, or seem not to because one alone has a gradient.
+
+        A weight that is normalised by itself must not be taken for a batch that is.
+        """
+        first = self.owners.get((node, 0))
+        return any(self.owners[node, number] is None for number in self._outputs(node)) or (
+            isinstance(first, OwnerMap)
+            and not self.names.coupled
+            and checks.normalises_samples(node, first, self.walk, self.names)
+        )
 
     def _with_consumers(self, nodes: Sequence[Node], levels: int) -> list[Node]:
         """Nodes, and those above them that may be asked next: a pass costs the same for many as for one."""
@@ -287,17 +298,20 @@ class _Search:
         like = self.outputs[0].detach()
         with self._untouched():
             differentiate = self._pass_to(uses, places)
-            found = find_owners(differentiate, sites, self.samples, like, dtypes, self.exponents)
+            numbers = self.of_rows(torch.arange(self.samples))
+            follow = partial(owners_at, self.walk, self.outputs, numbers, self.batch_dim, uses, places)
+            found = find_owners(differentiate, sites, self.samples, like, dtypes, self.exponents, follow)
         self.exponents = found.exponents
-        results = list(zip(found.owners, found.certain, found.gradients, strict=True))
-        for use, (owners, certain, gradients) in zip(uses, results, strict=False):
-            self.layouts[use] = layout = _layout_of(use, owners)
+        results = list(zip(found.owners, found.certain, found.gradients, found.finite, strict=True))
+        for use, (owners, certain, gradients, finite) in zip(uses, results, strict=False):
+            self.layouts[use] = layout = use.layout(owners)
             self.use_gradients[use] = list(gradients)
-            if self.recollection is not None:
+            # A verdict on what is not finite is none on other batches.
+            if self.recollection is not None and finite:
                 self.recollection.note_use(use, layout, certain)
-        for place, (owners, certain, gradients) in zip(places, results[len(uses) :], strict=True):
+        for place, (owners, certain, gradients, finite) in zip(places, results[len(uses) :], strict=True):
             self.owners[place], self.gradients[place] = owners, gradients[0]
-            if self.recollection is not None:
+            if self.recollection is not None and finite:
                 self.recollection.note_place(place, owners, certain)
 
     def _pass_to(self, uses: Sequence[Use], places: Sequence[Place]) -> Differentiate:
@@ -322,16 +336,11 @@ class _Search:
             pending += [
                 consumer for consumer in above if self._is_tested(consumer) and self._is_mixed(consumer)
             ]
-        self.uses = [use for use in self.uses if not any(node in self.forced for node, _ in use.places)]
+        # A call must not hide a path into the region, at its outputs or inside of it.
+        self.uses = [use for use in self.uses if self.forced.isdisjoint(use.nodes)]
 
 
 def _site(node: Node, number: int) -> Site:
     shape = graph.outputs(node)[number][0]
     rows = 1 if graph.kind(node) in READINGS else len(shape)
     return Site([len(shape)], min(rows, len(shape)), elements=True)
-
-
-def _layout_of(use: Use, owners: Owners | None) -> Layout | None:
-    if use.site.lead is not None and 0 in use.site.lead and owners is not None and owners.samples > 1:
-        return None  # called without a batch axis, for one sample of several
-    return owners.rows(use.site.rows) if isinstance(owners, OwnerMap) else owners

@@ -20,18 +20,14 @@ from torch.autograd.graph import Node
 
 from gradbatch.capture import graph
 from gradbatch.capture.nodes import wrapped
+from gradbatch.capture.readings import RESHAPING, TRANSPOSING
 from gradbatch.factors import Blocks, PerSampleGrad, RowScatter
 from gradbatch.factors.views import permuted, reshaped
 from gradbatch.rules.broadcast import total_to
 
 # Operations on one tensor that bring no data in: what they make of a parameter is the parameter's alone.
-RESHAPING = frozenset(
-    f"{name}Backward"
-    for name in "View UnsafeView ReshapeAlias Alias Squeeze Unsqueeze Clone ToCopy".split()  # noqa: SIM905
-)
 # What these make of a tensor are parts of it.
 PARTING = frozenset(f"{name}Backward" for name in "Select Slice Split SplitWithSizes Unbind".split())  # noqa: SIM905
-TRANSPOSING = frozenset({"TBackward", "TransposeBackward", "PermuteBackward"})
 UNARY = (
     RESHAPING
     | TRANSPOSING

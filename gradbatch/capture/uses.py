@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradbatch.capture import graph
-from gradbatch.capture.layouts import Site
+from gradbatch.capture.layouts import OwnerMap, Owners, Site
 from gradbatch.capture.records import Anchor, Record
 from gradbatch.errors import CoupledSamples, UnsupportedLayer
-from gradbatch.rules import LayerRule
+from gradbatch.rules import LayerRule, Layout
 
 
 @dataclass(eq=False)
@@ -48,6 +48,11 @@ class Use:
         """All edges that the call accounts for."""
         return {edge for into in self.claimed.values() for edges in into.values() for edge in edges}
 
+    @property
+    def nodes(self) -> set[Node]:
+        """The nodes at its outputs and on its paths to its parameters."""
+        return {node for node, _ in self.anchors}.union(*self.claimed.values())
+
     @cached_property
     def site(self) -> Site:
         """On which leading axes of the outputs the samples may lie."""
@@ -58,6 +63,12 @@ class Use:
             return Site(None)
         lead = [len(a.shape) - (n or 0) for (_, a), n in zip(self.anchors, features, strict=True)]
         return Site(lead, rows=max(1, min(lead)))
+
+    def layout(self, owners: Owners | None) -> Layout | None:
+        """Where the samples lie in the outputs, as the rule takes them; ``None`` if it cannot."""
+        if self.site.lead is not None and 0 in self.site.lead and owners is not None and owners.samples > 1:
+            return None  # called without a batch axis, for one sample of several
+        return owners.rows(self.site.rows) if isinstance(owners, OwnerMap) else owners
 
     @property
     def rule(self) -> LayerRule:

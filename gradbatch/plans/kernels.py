@@ -166,8 +166,10 @@ def squared_norms(block: Tensor) -> Tensor:
     """
     rows = block.flatten(1)
     whole = rows.shape[1] // _PIECE * _PIECE
-    pieces = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _PIECE)), dim=2).square().sum(1)
-    return pieces + torch.linalg.vector_norm(rows[:, whole:], dim=1).square()
+    pieces = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _PIECE)), dim=2)
+    rest = torch.linalg.vector_norm(rows[:, whole:], dim=1)
+    norms: Tensor = pieces.square().sum(1) + rest.square()
+    return norms
 
 
 def add_squares(out: Tensor, block: Tensor) -> None:

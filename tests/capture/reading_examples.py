@@ -107,6 +107,13 @@ EXAMPLES: dict[str, list[Example]] = {
             reading=1,
         ),
     ],
+    "EmbeddingBagBackward": [
+        Example(
+            lambda m, x: F.embedding_bag(ids_of(x), m.w, mode="sum", per_sample_weights=x),
+            (6,),
+            {"w": (5, 2)},
+        )
+    ],
     "EmbeddingBackward": [
         Example(lambda m, x: F.embedding(ids_of(x), m.w, padding_idx=1), (6,), {"w": (5, 2)})
     ],
