@@ -267,16 +267,7 @@ class _Search:
         return all((node, number) in self.owners for number in self._outputs(node))
 
     def _is_mixed(self, node: Node) -> bool:
-        """Whether samples share what a node computes, or seem not to because one alone has a gradient.
-
-        A weight that is normalised by itself must not be taken for a batch that is.
-        """
-        first = self.owners.get((node, 0))
-        return any(self.owners[node, number] is None for number in self._outputs(node)) or (
-            isinstance(first, OwnerMap)
-            and not self.names.coupled
-            and checks.normalises_samples(node, first, self.walk, self.names)
-        )
+        return any(self.owners[node, number] is None for number in self._outputs(node))
 
     def _with_consumers(self, nodes: Sequence[Node], levels: int) -> list[Node]:
         """Nodes, and those above them that may be asked next: a pass costs the same for many as for one."""
