@@ -12,16 +12,18 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradbatch
+from benchmarks.cases import CASES
 from benchmarks.measure import describe, time_steps
 from benchmarks.models.images import resnet18
 from benchmarks.models.transformers import RawTransformer
-from gradbatch.capture import graph
+from gradbatch.capture import passes
 from gradbatch.capture.memory import memory_of
 from gradbatch.capture.samples import Samples
 from gradbatch.capture.search import explain
@@ -41,34 +43,33 @@ def cases() -> dict[str, tuple[nn.Module, Losses]]:
     def predict(model: nn.Module) -> Tensor:
         return F.cross_entropy(model(ids).mT, ids, reduction="none").mean(1)
 
+    gpt, batch = CASES["gpt"].build(torch.device("cpu"))
     return {
         "ResNet-18, N=16": (resnet18(), classify),
-        "transformer, 4 layers, N=8": (RawTransformer(), predict),
+        "transformer, 4 layers of 128, N=8": (RawTransformer(), predict),
+        str(CASES["gpt"]): (gpt, batch.losses),
     }
 
 
 def bookkeeping(model: nn.Module, losses: Losses, repeats: int) -> float:
     """Median seconds of a steady step's explanation, without its backward pass."""
     spent: list[float] = []
-    differentiate, names = graph.differentiate, select(model, None).names
-    passes = 0.0
+    differentiate, names = passes.differentiate, select(model, None).names
+    in_passes = 0.0
 
     def timed(*args: object) -> object:
-        nonlocal passes
+        nonlocal in_passes
         start = time.perf_counter()
         found = differentiate(*args)  # type: ignore[arg-type]
-        passes += time.perf_counter() - start
+        in_passes += time.perf_counter() - start
         return found
 
-    graph.differentiate = timed  # type: ignore[assignment]
-    try:
+    with patch.object(passes, "differentiate", timed):
         for _ in range(repeats):
-            vector, passes = losses(model), 0.0
+            vector, in_passes = losses(model), 0.0
             start = time.perf_counter()
             explain([vector], lambda w: [w], Samples(len(vector)), names, memory=memory_of(model))
-            spent.append(time.perf_counter() - start - passes)
-    finally:
-        graph.differentiate = differentiate
+            spent.append(time.perf_counter() - start - in_passes)
     return statistics.median(spent)
 
 

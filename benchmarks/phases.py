@@ -15,7 +15,7 @@ from benchmarks.cases import CASES, Batch
 from benchmarks.contestants import OURS, PLAIN
 from benchmarks.contestants.of_gradbatch import ASKED
 from benchmarks.measure import seconds_of
-from gradbatch.capture import direct, graph
+from gradbatch.capture import direct, passes
 from gradbatch.capture.evaluate import Totals
 
 SHOWN = 12
@@ -79,7 +79,7 @@ def watched(clock: Clock, quantity: gradbatch.Quantity) -> Iterator[dict[str, fl
         for owner, name, phase in (
             (Batch, "losses", "forward"),
             (direct, "explain", "book-keeping"),
-            (graph, "differentiate", "backward pass"),
+            (passes, "differentiate", "backward pass"),
             (Totals, "add_call", "rules"),
             (Totals, "add_node", "rules"),
             (Totals, "pull_back", "rules"),

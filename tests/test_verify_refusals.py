@@ -47,6 +47,28 @@ class Checkpointed(nn.Linear):
         return output
 
 
+class CheckpointFunction(torch.autograd.Function):
+    """As other libraries have it."""
+
+    @staticmethod
+    def forward(ctx, run, input):
+        ctx.run, ctx.input = run, input
+        return run(input)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            input = ctx.input.detach().requires_grad_()
+            torch.autograd.backward(ctx.run(input), gradient)
+        return None, input.grad
+
+
+class Hidden(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = CheckpointFunction.apply(super().forward, input.requires_grad_())
+        return output
+
+
 def test_layers_without_a_rule_are_checked_like_the_others() -> None:
     report = verify(Attention().double(), torch.randint(20, (3, 5)))
     report.raise_for_mismatch()
@@ -142,5 +164,14 @@ class MeanRemoved(nn.Module):
 
 
 def test_what_hides_from_the_graph_is_refused_and_not_taken_for_unused() -> None:
-    report = verify(nn.Sequential(nn.Tanh(), Checkpointed(3, 2)).double(), doubles(4, 3))
-    assert not report.ok and "use_reentrant=False" in str(report)
+    report = verify(nn.Sequential(nn.Tanh(), Hidden(3, 2)).double(), doubles(4, 3))
+    assert not report.ok and "use torch.utils.checkpoint" in str(report)
+
+
+def test_reentrant_checkpoints_are_compared_with_plain_backward_passes() -> None:
+    model, x = nn.Sequential(nn.Tanh(), Checkpointed(3, 2), nn.Linear(2, 2)).double(), doubles(4, 3)
+    model[2].weight.grad = torch.ones(2, 2).double()
+    report = verify(model, x)
+    report.raise_for_mismatch()
+    assert report.ok and report.reference == "one backward pass a sample" and len(report.parameters) == 4
+    assert model[2].weight.grad.eq(1).all() and model[1].weight.grad is None

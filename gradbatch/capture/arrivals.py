@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradbatch.capture import graph
-from gradbatch.errors import UnsupportedLayer
+from gradbatch.errors import UnsupportedLayer, UsageError
 
 Place = tuple[Node | int, int]
 """A node, or the identity of a parameter, and which of its outputs a gradient arrives at."""
@@ -37,6 +37,9 @@ class Arrivals:
         self._watched: set[Node | int] = set()
         self._expected: set[graph.Edge] = set()
         self._handles: list[Any] = []
+        self._checkpoints: set[Node] = set()
+        # Passes that are inside a checkpoint, whose parameters get their gradients from a pass in the pass.
+        self._inside: list[int] = []
 
     def close(self) -> None:
         """Take all hooks off and let go of everything."""
@@ -58,12 +61,33 @@ class Arrivals:
             self._expected.add((consumer, slot))
             self._handles.append(consumer.register_hook(send))
 
-    def check_inside(self, target: Node, description: str) -> None:
-        """Watch an intermediate."""
+    def expect_inside(self, node: Node) -> None:
+        """Expect whatever arrives while a checkpoint is gone through: only what it runs again can send it."""
+
+        def enter(_: Any) -> None:
+            self._inside.append(graph.current_pass())
+
+        def leave(*_: Any) -> None:
+            self._inside.pop()
+
+        if node not in self._checkpoints:
+            self._checkpoints.add(node)
+            self._handles += [node.register_prehook(enter), node.register_hook(leave)]
+
+    def check_over(self) -> None:
+        """Refuse a backward pass that broke off inside a checkpoint (:class:`UsageError`)."""
+        if self._inside:
+            raise UsageError(
+                "compute: a backward pass failed inside of a checkpointed region; leave the context when one fails"
+            )
+
+    def check_inside(self, target: Node, description: str, only: int | None = None) -> None:
+        """Watch an intermediate; ``only`` one output of it, where nothing is known of the others."""
 
         def arrive(grads: tuple[Tensor | None, ...]) -> None:
             for output, arrived in enumerate(grads):
-                self._compare((target, output), arrived, description)
+                if only is None or output == only:
+                    self._compare((target, output), arrived, description)
 
         if target not in self._watched:
             self._watched.add(target)
@@ -73,6 +97,9 @@ class Arrivals:
         """Watch a parameter."""
 
         def arrive(arrived: Tensor) -> None:
+            if self._inside and graph.current_pass() != self._inside[-1]:
+                self.reached[self._inside[-1]].add(id(parameter))
+                return
             self.reached[graph.current_pass()].add(id(parameter))
             self._compare((id(parameter), 0), arrived, path)
 
@@ -97,7 +124,10 @@ def _is_sum(arrived: Tensor, sent: Sequence[Tensor]) -> bool:
     """Whether a gradient is what was sent, or the sum of it up to the order of addition."""
     if len(sent) == 1 and arrived is sent[0]:
         return True
-    if not sent or any(s.shape != arrived.shape for s in sent):
+    if not sent:
+        # Behind a reentrant checkpoint that hands nothing on, torch goes on with zeros.
+        return not arrived.any()
+    if any(s.shape != arrived.shape for s in sent):
         return False
     arrived, *sent = ((t.to_dense() if t.is_sparse else t).detach() for t in (arrived, *sent))
     total = sum(sent[1:], sent[0])

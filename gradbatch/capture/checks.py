@@ -28,7 +28,7 @@ def check_nodes(nodes: Sequence[Node], walk: graph.Walk, names: Names) -> None:
     """
     for node in nodes:
         if graph.is_compiled(node):
-            below = [walk.accumulators[f] for f, _ in node.next_functions if f in walk.accumulators]
+            below = [walk.accumulators[f] for f, _ in graph.below(node) if f in walk.accumulators]
             raise UnsupportedLayer(
                 f"{', '.join(names.parameters[p] for p in below)}: used in a part of the model that torch.compile has "
                 "compiled, which hides its calls. Extend and use the model uncompiled, or compile parts without "
@@ -185,7 +185,7 @@ def layer_of(node: Node, walk: graph.Walk, names: Names) -> str:
     for current in pending:
         for record, _ in walk.notes.get(current, ()):
             return f"{names.layer(record.module)} ({record.module_type.__name__})"
-        for consumer, _ in walk.consumers[current]:
+        for consumer, _ in walk.consumers.get(current, ()):
             if consumer not in visited:
                 visited.add(consumer)
                 pending.append(consumer)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradbatch.capture import graph, shared
+from gradbatch.capture import checkpoints, graph, shared
 from gradbatch.capture.arguments import tensors_in
 from gradbatch.capture.explanation import Explanation
 from gradbatch.capture.layouts import words
@@ -137,6 +137,7 @@ class Totals:
             return below in self._accumulators or graph.accumulated_variable(below) is None
 
         def evaluate() -> list[tuple[int, PerSampleGrad | Tensor]]:
+            checkpoints.recall(node, self._found.walk)
             with plain_arithmetic(device):
                 return list(shared.pull_back(node, received, wanted))
 
@@ -167,7 +168,7 @@ class Totals:
         self.evaluations.append(Evaluation(parameters, cut.name, operation, reader, rule, where))
 
     def _deliver(self, node: Node, slot: int, grad: PerSampleGrad | Tensor) -> None:
-        below, number = node.next_functions[slot]
+        below, number = graph.below(node)[slot]
         assert below is not None
         if below in self._accumulators and isinstance(grad, PerSampleGrad):
             self._add(self._accumulators[below], grad)

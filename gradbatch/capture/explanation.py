@@ -50,13 +50,13 @@ class Explanation:
     def parameters_of(self, cut: Cut) -> list[nn.Parameter]:
         """The parameters that a cut's gradients flow into, through the region or not."""
         region, found = set(self.region), dict[nn.Parameter, None]()
-        pending = [below for slot in cut.slots if (below := cut.node.next_functions[slot][0]) is not None]
+        pending = [below for slot in cut.slots if (below := graph.below(cut.node)[slot][0]) is not None]
         visited = set(pending)
         for node in pending:
             if node in self.walk.accumulators:
                 found[self.walk.accumulators[node]] = None
             elif node in region:
-                further = {other for other, _ in node.next_functions if other is not None} - visited
+                further = {other for other, _ in graph.below(node) if other is not None} - visited
                 visited |= further
                 pending += further
         return list(found)

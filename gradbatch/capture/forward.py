@@ -9,17 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradbatch.capture import graph
+from gradbatch.capture import checkpoints, graph, paths
 from gradbatch.capture.evaluate import Totals
 from gradbatch.capture.explanation import Explanation, unowned
 from gradbatch.capture.tags import PRECISION
+from gradbatch.capture.undisturbed import readable
 from gradbatch.capture.uses import Names
 from gradbatch.errors import UsageError
 from gradbatch.factors import PerSampleGrad
 from gradbatch.plans.contractions import Planner
 
-Gradients = dict[int, Tensor | None]
-"""Gradients of the outputs of a call or node, by output."""
+Gradients = tuple[Tensor | None, ...] | dict[int, Tensor | None]
+"""Gradients of the outputs of a node, by output."""
+
+Hook = Callable[[Gradients], None]
+"""What is done when the gradients of a node's outputs are there."""
 
 
 # Stands for the unseen elements where the layout was known before, all of it certain.
@@ -78,12 +82,12 @@ class Forward:
 
     # ---- while a backward pass runs
 
-    def hook_of_call(self, number: int, position: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+    def hook_of_call(self, number: int, position: int) -> Hook:
         """Prehook that takes the gradient of one output of a call."""
         use = self.found.uses[number]
         output = use.anchors[position][1].number
 
-        def take(grads: tuple[Tensor | None, ...]) -> None:
+        def take(grads: Gradients) -> None:
             slots = self._pass().calls.setdefault(number, [None] * len(use.anchors))
             gradient = grads[output]
             if gradient is not None:
@@ -94,11 +98,11 @@ class Forward:
 
         return take
 
-    def hook_of_node(self, number: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+    def hook_of_node(self, number: int) -> Hook:
         """Prehook that evaluates a cut."""
         cut = self.found.cuts[number]
 
-        def take(grads: tuple[Tensor | None, ...]) -> None:
+        def take(grads: Gradients) -> None:
             current = self._pass()
             current.nodes.add(number)
             gradients = {n: None if (g := grads[n]) is None else g.detach() for n in cut.owners}
@@ -111,12 +115,36 @@ class Forward:
 
         return take
 
-    def hook_of_region(self, node: Node) -> Callable[[tuple[Tensor | None, ...]], None]:
+    def hook_of_region(self, node: Node) -> Hook:
         """Prehook that sends on what a shared node has received: all above it has been through."""
 
-        def take(_: tuple[Tensor | None, ...]) -> None:
+        def take(_: Gradients) -> None:
             with _Deferred(self):
                 self._pass().totals.pull_back(node)
+
+        return take
+
+    def hook_of_checkpoint(self, node: Node, hooks: Sequence[tuple[Node, Hook]]) -> Hook:
+        """Prehook that does for the nodes inside a checkpoint what hooks of their own do for those outside.
+
+        A pass of the user's goes through a graph that torch makes anew, and not through these nodes.
+
+        Args:
+            node: of the checkpoint.
+            hooks: of nodes inside it, in the order in which they are to be called.
+        """
+        places = [(inner, n) for inner in dict(hooks) for n in range(len(graph.outputs(inner)))]
+
+        def take(grads: Gradients) -> None:
+            given = [None if (g := grads[n]) is None else g.detach() for n in range(len(grads))]
+            with _Deferred(self), readable("a checkpoint"):
+                arrived = checkpoints.inside(node, given, places, self.found.walk)
+                for inner, hook in hooks:
+                    gradients = {
+                        number: arrived[inner, number] for number in range(len(graph.outputs(inner)))
+                    }
+                    hook(gradients)
+            checkpoints.forget(self.found.walk)
 
         return take
 
@@ -202,7 +230,7 @@ class Forward:
             for node, _ in use.anchors
         ]
         nodes = [(cut.name, cut.node) for i, cut in enumerate(self.found.cuts) if i not in current.nodes]
-        return [name for name, node in (*calls, *nodes) if graph.is_reachable(node, fired)]
+        return [name for name, node in (*calls, *nodes) if paths.is_reachable(node, fired)]
 
     def add_to(self, total: dict[nn.Parameter, PerSampleGrad]) -> None:
         """Add up what all passes brought.

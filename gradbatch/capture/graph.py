@@ -1,21 +1,25 @@
 """The autograd graph as a tape: walk it, and find every use of every parameter.
 
-This is the only file of the package that touches what torch does not document (besides ``node.next_functions`` and
-``node.metadata``, which it does); each such access is one function here, tested against the running torch.
+This file and ``reentrant.py`` are the only ones of the package that touch what torch does not document (besides
+``node.next_functions`` and ``node.metadata``, which it does); each such access is one function, tested against the
+running torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
+from torch.utils import checkpoint
 
 METADATA_KEY = "gradbatch"
+UNFOLDED_KEY = "gradbatch unfolded"
+CHECKPOINT = checkpoint.CheckpointFunction._backward_cls
 Result = TypeVar("Result")
 
 Place = tuple[Node, int]
@@ -101,7 +105,9 @@ def saved(node: Node, name: str) -> Any:
         AttributeError: this version of torch keeps nothing under that name.
         RuntimeError: it was freed, or modified in place.
     """
-    return getattr(node, f"_saved_{name}")
+    kept = _with_stand_ins(getattr(node, f"_saved_{name}"))
+    put_hooks_on_again(node)
+    return kept
 
 
 def saved_names(node: Node) -> list[str]:
@@ -111,7 +117,25 @@ def saved_names(node: Node) -> list[str]:
 
 def saved_by_function(node: Node) -> list[Tensor]:
     """What a Python ``Function`` saved in its forward; empty for a node of C++."""
-    return [tensor for tensor in getattr(node, "saved_tensors", ()) if isinstance(tensor, Tensor)]
+    kept = _with_stand_ins(getattr(node, "saved_tensors", ()))
+    put_hooks_on_again(node)
+    return [tensor for tensor in kept if isinstance(tensor, Tensor)]
+
+
+def _with_stand_ins(kept: Any) -> Any:
+    """What a node saved, with other tensors in place of leaves."""
+    if isinstance(kept, (tuple, list)):
+        return tuple(map(_with_stand_ins, kept))
+    is_leaf = isinstance(kept, Tensor) and kept.requires_grad and kept.is_leaf
+    return kept.detach().requires_grad_() if is_leaf else kept
+
+
+def put_hooks_on_again(node: Node) -> None:
+    """Undo what older torch (2.6) does when a leaf that saved-tensor hooks have unpacked goes: it loses its hooks."""
+    for source, _ in node.next_functions:
+        leaf = None if source is None else accumulated_variable(source)
+        if leaf is not None and leaf._backward_hooks is not None:
+            leaf._backward_hooks = leaf._backward_hooks
 
 
 def outputs(node: Node) -> list[tuple[torch.Size, torch.dtype]]:
@@ -128,16 +152,18 @@ def shapes(node: Node) -> tuple[tuple[int, ...], ...]:
 
 def input_shape(node: Node, slot: int) -> torch.Size:
     """Shape of an input of a node."""
-    below, number = node.next_functions[slot]
-    assert below is not None
-    return outputs(below)[number][0]
+    return _input(node, slot)[0]
 
 
 def is_complex(node: Node, slot: int) -> bool:
     """Whether an input of a node is complex."""
-    below, number = node.next_functions[slot]
-    assert below is not None
-    return outputs(below)[number][1].is_complex
+    return _input(node, slot)[1].is_complex
+
+
+def _input(node: Node, slot: int) -> tuple[torch.Size, torch.dtype]:
+    source, number = below(node)[slot]
+    assert source is not None
+    return outputs(source)[number]
 
 
 def in_a_pass_of_its_own(function: Callable[[], Result]) -> Result:
@@ -204,8 +230,63 @@ class _Context:
 
 
 def runs_its_own_backward(node: Node) -> bool:
-    """Whether the node reaches parameters behind the graph's back, as reentrant activation checkpointing does."""
-    return type(node).__name__ == "CheckpointFunctionBackward"
+    """Whether the node reaches parameters behind the graph's back, as other libraries' checkpointing does."""
+    return type(node).__name__ == "CheckpointFunctionBackward" and not is_checkpoint(node)
+
+
+def is_checkpoint(node: Node) -> bool:
+    """Whether the node is a region under torch's reentrant activation checkpointing."""
+    return type(node) is CHECKPOINT
+
+
+@dataclass(eq=False)
+class Unfolded:
+    """A region under reentrant activation checkpointing, run again as a part of the graph.
+
+    Args:
+        outputs: what it computes, by output of its node; ``None`` where that has no graph.
+        inputs: the nodes by which it hangs on the graph below, with the place of each in ``next_functions``.
+        arguments: number of the function's arguments.
+        places: of the tensors among them.
+        recall: computes what its nodes saved again, and holds it.
+        forget: lets go of that.
+    """
+
+    outputs: Sequence[Tensor | None]
+    inputs: dict[Node, int]
+    arguments: int
+    places: Sequence[int]
+    recall: Callable[[], object]
+    forget: Callable[[], None]
+
+    @property
+    def edges(self) -> list[tuple[Node | None, int]]:
+        """Where the gradients of its outputs go."""
+        return [(None, 0) if o is None else (node_of(o), o.output_nr) for o in self.outputs]
+
+
+def unfolded(node: Node) -> Unfolded | None:
+    """What a checkpoint was unfolded to, as long as a walk keeps it."""
+    reference = cast("dict[str, Any]", node.metadata).get(UNFOLDED_KEY)
+    return None if reference is None else reference()
+
+
+def below(node: Node) -> Sequence[tuple[Node | None, int]]:
+    """Where the gradients of a node's inputs go: ``next_functions``, and into checkpoints that are unfolded."""
+    edges: Sequence[tuple[Node | None, int]] = node.next_functions
+    for source, _ in edges:
+        if type(source) is CHECKPOINT:
+            return [_into(*edge) for edge in edges]
+    return edges
+
+
+def _into(source: Node | None, number: int) -> tuple[Node | None, int]:
+    while source is not None and is_checkpoint(source):
+        region = unfolded(source)
+        if region is None:
+            break
+        source, number = region.edges[number]
+    return source, number
 
 
 def has_foreign_hooks(node: Node) -> bool:
@@ -235,15 +316,6 @@ def put_first(leaf: Tensor, hook: int) -> None:
     hooks.update(others)
 
 
-def differentiate(
-    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], edges: Sequence[GradientEdge]
-) -> tuple[Tensor | None, ...]:
-    """Gradients that arrive at ``edges``; nothing below them is computed, and the graph is kept."""
-    if not edges:
-        return ()
-    return torch.autograd.grad(outputs, edges, cotangents, retain_graph=True, allow_unused=True)
-
-
 @dataclass
 class Walk:
     """What lies below some tensors in the autograd graph.
@@ -254,93 +326,17 @@ class Walk:
         notes: what forward hooks left on the nodes, per node that has something.
         structure: types of the nodes and which of them their edges lead to, by their place in :meth:`order`: equal for
             two graphs that the same operations made.
+        checkpoints: what the regions under reentrant activation checkpointing consist of, each before those inside it.
+        frames: the innermost of these that a node lies in; none for the nodes outside.
     """
 
     consumers: dict[Node, list[Edge]] = field(default_factory=dict)
     accumulators: dict[Node, nn.Parameter] = field(default_factory=dict)
     notes: dict[Node, list[Any]] = field(default_factory=dict)
     structure: list[Any] = field(default_factory=list)
+    checkpoints: dict[Node, Unfolded] = field(default_factory=dict)
+    frames: dict[Node, Node] = field(default_factory=dict)
 
     def order(self) -> Iterable[Node]:
         """The nodes in the order in which the walk met them."""
         return self.consumers.keys()
-
-
-def walk(roots: Iterable[Node], parameters: Collection[nn.Parameter]) -> Walk:
-    """Visit every node below ``roots``.
-
-    Args:
-        roots: nodes that compute the losses or outputs.
-        parameters: the wanted parameters.
-    """
-    result = Walk()
-    wanted = {id(parameter): parameter for parameter in parameters}
-    pending = list(roots)
-    for root in pending:
-        result.consumers.setdefault(root, [])
-    visited: set[Node] = set()
-    places = {node: place for place, node in enumerate(result.consumers)}
-    structure = result.structure
-    # Marked when taken from the stack, not when put on it: each node's edges must be recorded exactly once.
-    while pending:
-        node = pending.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        variable = accumulated_variable(node)
-        if variable is not None:
-            structure.append((places[node], id(variable) in wanted))
-            if id(variable) in wanted:
-                result.accumulators[node] = wanted[id(variable)]
-            continue
-        kept = cast("dict[str, list[Any]]", node.metadata).get(METADATA_KEY)
-        if kept:
-            result.notes[node] = kept
-        edges: list[Any] = [places[node], type(node)]
-        for slot, (below, number) in enumerate(node.next_functions):
-            if below is not None:
-                result.consumers.setdefault(below, []).append((node, slot))
-                pending.append(below)
-                edges += (slot, places.setdefault(below, len(places)), number)
-        structure.append(tuple(edges))
-    return result
-
-
-def region(starts: Iterable[Node], barriers: Collection[Node]) -> Iterator[tuple[Node, int, Node]]:
-    """Edges ``(node, slot, node below)`` reachable from ``starts`` without passing through a barrier.
-
-    A start that is a barrier itself (a layer that hands its input through) yields nothing.
-    """
-    pending = [node for node in starts if node not in barriers]
-    visited: set[Node] = set()
-    while pending:
-        node = pending.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        for slot, (below, _) in enumerate(node.next_functions):
-            if below is None or below in barriers:
-                continue
-            yield node, slot, below
-            pending.append(below)
-
-
-def leading_to(targets: Collection[Node], edges: Sequence[tuple[Node, int, Node]]) -> dict[Node, list[Edge]]:
-    """Of some edges, those on a path to a target, by the node they lead into."""
-    by_node: dict[Node, list[Edge]] = {}
-    for node, slot, below in edges:
-        by_node.setdefault(below, []).append((node, slot))
-    result: dict[Node, list[Edge]] = {}
-    pending = [target for target in targets if target in by_node]
-    while pending:
-        node = pending.pop()
-        if node in result:
-            continue
-        result[node] = by_node.get(node, [])
-        pending.extend(consumer for consumer, _ in result[node])
-    return {node: found for node, found in result.items() if found}
-
-
-def is_reachable(target: Node, starts: Iterable[Node]) -> bool:
-    """Whether a path leads from one of the starts down to the target."""
-    return any(below is target for _, _, below in region(starts, ()))

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from gradbatch.capture import graph
+from gradbatch.capture import checkpoints, graph
 from gradbatch.capture.arguments import tensors_in
 from gradbatch.capture.arrivals import Arrivals
 from gradbatch.capture.checks import layer_of
 from gradbatch.capture.evaluate import zeros
-from gradbatch.capture.forward import Forward
+from gradbatch.capture.forward import Forward, Hook
 from gradbatch.capture.memory import Memory
 from gradbatch.capture.records import Record
 from gradbatch.capture.samples import samples_of
@@ -130,31 +131,53 @@ class LiveCapture:
 
     def _watch(self, forward: Forward, others: Iterable[Tensor]) -> None:
         found, names, walk = forward.found, forward.names, forward.found.walk
-        for number, use in enumerate(found.uses):
-            for position, (node, _) in enumerate(use.anchors):
-                self._handles.append(node.register_prehook(forward.hook_of_call(number, position)))
-        for number, cut in enumerate(found.cuts):
-            self._handles.append(cut.node.register_prehook(forward.hook_of_node(number)))
-        for node in found.region:
-            self._handles.append(node.register_prehook(forward.hook_of_region(node)))
+        self._take_gradients(forward)
         targets = {node for use in found.uses for into in use.claimed.values() for node in into}
         targets.update(found.region)
         reasons = {node: names.parameters[p] for node, p in walk.accumulators.items()}
         for tensor in others:
             # Not one row a sample: it may be used inside the forward, but not by the loss.
             node = graph.node_of(tensor)
-            targets.add(node)
-            reasons[node] = (
+            reason = (
                 f"an output of shape {tuple(tensor.shape)}, not one row a sample (a loss computed inside?),"
             )
+            if graph.is_checkpoint(node):
+                self._arrivals.check_inside(node, reason, tensor.output_nr)
+            else:
+                targets.add(node)
+                reasons[node] = reason
         for target in {*targets, *walk.accumulators}:
-            self._arrivals.expect(target, walk.consumers.get(target, []))
-        for target in targets - walk.accumulators.keys():
+            edges = checkpoints.in_passes_of_the_user(walk.consumers.get(target, []), walk)
+            self._arrivals.expect(target, list(edges))
+        for node in walk.checkpoints.keys() - walk.frames.keys():
+            self._arrivals.expect_inside(node)
+        for target in targets - walk.accumulators.keys() - walk.frames.keys():
             inside = f"{layer_of(target, walk, names)}, in {target.name()},"
             self._arrivals.check_inside(target, reasons.get(target, inside))
         # All parameters, also those that these calls do not use: nothing may arrive at them.
         for parameter, path in names.parameters.items():
             self._arrivals.check_leaf(parameter, path)
+
+    def _take_gradients(self, forward: Forward) -> None:
+        """Put hooks on the nodes whose gradients are needed, or on the checkpoints that they lie in."""
+        found = forward.found
+        hooks = [
+            (node, forward.hook_of_call(number, position))
+            for number, use in enumerate(found.uses)
+            for position, (node, _) in enumerate(use.anchors)
+        ]
+        hooks += [(cut.node, forward.hook_of_node(number)) for number, cut in enumerate(found.cuts)]
+        hooks += [(node, forward.hook_of_region(node)) for node in found.region]
+        inside: dict[Node, list[tuple[Node, Hook]]] = {}
+        for node, hook in hooks:
+            checkpoint = checkpoints.outermost(node, found.walk)
+            if checkpoint is None:
+                self._handles.append(node.register_prehook(hook))
+            else:
+                inside.setdefault(checkpoint, []).append((node, hook))
+        # Last: what a checkpoint itself has to send on goes to nodes inside it.
+        for node, inner in inside.items():
+            self._handles.append(node.register_prehook(forward.hook_of_checkpoint(node, inner)))
 
     # ---- at the end
 
@@ -173,6 +196,7 @@ class LiveCapture:
             )
         if self._arrivals.violation is not None:
             raise self._arrivals.violation
+        self._arrivals.check_over()
         for name, gradient, version in (entry for forward in self._forwards for entry in forward.taken):
             if gradient._version != version:
                 raise StaleCapture(

@@ -158,7 +158,8 @@ def _called(
         parts: list[Tensor | None] = [None] * count
         for number, gradient in gradients.items():
             parts[number] = torch.where(masks[number] == sample, gradient, torch.zeros_like(gradient))
-        found = _at_slots(graph.apply(cut.node, parts), shapes)
+        # Each call by itself: checkpointing hands out what the node saved once in a pass.
+        found = _at_slots(graph.in_a_pass_of_its_own(partial(graph.apply, cut.node, parts)), shapes)
         # Zero times what is not finite in another sample is not finite either.
         if samples > 1 and _is_finite(parts) and not _is_finite(found.values()):
             own = {n: (mask == sample).expand_as(gradients[n]) for n, mask in masks.items()}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from gradbatch.capture import graph
+from gradbatch.capture.checkpoints import differentiate
 from gradbatch.capture.graph import Place
 from gradbatch.capture.owners import Differentiate
 from gradbatch.capture.reach import owners_by_reach
@@ -20,6 +20,7 @@ def pruned_pass(
     cotangents: Callable[[Tensor], Sequence[Tensor]],
     uses: Sequence[Use],
     places: Sequence[Place],
+    walk: graph.Walk,
 ) -> Differentiate:
     """A function that runs such a pass, from weights of the samples to the gradients.
 
@@ -28,17 +29,17 @@ def pruned_pass(
         cotangents: from the weights to cotangents of ``outputs``.
         uses: calls, whose gradients come as their rules take them; these come first.
         places: outputs of nodes, whose gradients come as they are.
+        walk: the graph.
     """
     edges = list(dict.fromkeys([*(place for use in uses for place in use.places), *places]))
 
-    def differentiate(weights: Tensor) -> list[list[Tensor | None]]:
-        ends = [GradientEdge(*edge) for edge in edges]
+    def run(weights: Tensor) -> list[list[Tensor | None]]:
         with readable("the model's graph"):
-            found = graph.differentiate(outputs, cotangents(weights), ends)
+            found = differentiate(outputs, cotangents(weights), edges, walk)
         arrived = {edge: _strided(g) for edge, g in zip(edges, found, strict=True)}
         return _as_taken(arrived, uses, places)
 
-    return differentiate
+    return run
 
 
 def owners_at(

@@ -96,7 +96,7 @@ def propagate(
         runs = {number: _agreed(found) for number, found in arrived[at].items()}
         known = {number: run for number, run in runs.items() if run is not None}
         certain.update({(at, number): run for number, run in known.items()})
-        below = [None if b is None else (numbers[b], number) for b, number in node.next_functions]
+        below = [None if b is None else (numbers[b], number) for b, number in graph.below(node)]
         step = Step(
             node, at, shapes[at], [None if b is None else shapes[b[0]][b[1]] for b in below], settings
         )
@@ -114,7 +114,7 @@ def _agreed(runs: Sequence[Run | None]) -> Run | None:
 
 
 def _consumers_first(nodes: Sequence[Node], numbers: Mapping[Node, int]) -> Iterable[int]:
-    below = [[numbers[b] for b, _ in node.next_functions if b is not None] for node in nodes]
+    below = [[numbers[b] for b, _ in graph.below(node) if b is not None] for node in nodes]
     waiting = [0] * len(nodes)
     for inputs in below:
         for at in inputs:

@@ -93,7 +93,7 @@ def suspicions(
             elif node in inside and next(_suspicions(node, model), None) is not None:
                 loose.append(node)
         # What needs a gradient of something else than the wanted parameters is no part of the region, but of this.
-        below = {found for found, _ in node.next_functions if found is not None} - visited
+        below = {found for found, _ in graph.below(node) if found is not None} - visited
         visited |= below
         pending += below
     # One operand of a parameter's own shape may be a constant. Several, put together, may be one sample's each.
@@ -106,7 +106,7 @@ def _meeting(
 ) -> Iterator[Node]:
     """Nodes that act on the same parameter as another one, where the results of both go into one value."""
     parameters = [
-        _reached([node], lambda n: [f for f, _ in n.next_functions if f is not None]) for node in loose
+        _reached([node], lambda n: [f for f, _ in graph.below(n) if f is not None]) for node in loose
     ]
     above = [
         _reached([node], lambda n: [c for c, _ in consumers.get(n, ()) if c in inside]) - {node}
@@ -162,7 +162,7 @@ def _suspicions(node: Node, model: _Model) -> Iterator[Suspicion]:
             reads = f"a tensor of shape {tuple(constant.shape)}"
             counts = _counts_positions(constant) if whole else _begins(constant, model.own)
             yield Suspicion(node, reads, counts)
-    slots = [below for below, _ in node.next_functions]
+    slots = [below for below, _ in graph.below(node)]
     if kind == "ConvolutionBackward":
         slots = slots[:2]  # a bias has no axis of samples
     # A Function of somebody's is taken to keep what it needs; what else is None are arguments that are no tensors.
@@ -178,7 +178,7 @@ def _has_grown(node: Node, model: _Model, grown: dict[Node, bool]) -> bool:
     pending = [node]
     while pending:
         current = pending[-1]
-        below = [found for found, _ in current.next_functions if found is not None]
+        below = [found for found, _ in graph.below(current) if found is not None]
         missing = [found for found in below if found not in grown]
         if current in grown:
             pending.pop()
@@ -205,7 +205,7 @@ def _grows(node: Node, model: _Model) -> bool:
         return False  # a weight put together from factors
     sizes = [
         math.prod(graph.input_shape(node, slot))
-        for slot, (below, _) in enumerate(node.next_functions)
+        for slot, (below, _) in enumerate(graph.below(node))
         if below is not None
     ]
     return any(math.prod(shape) > max(sizes) for shape, _ in graph.outputs(node))
@@ -215,7 +215,7 @@ def _concatenates_own(node: Node, own: Sequence[Tensor]) -> bool:
     """Whether what a ``cat`` appends has the shape of one of the model's own constants, such as a bias of zeros."""
     if graph.kind(node) != "CatBackward":
         return False
-    slots = [slot for slot, (below, _) in enumerate(node.next_functions) if below is not None]
+    slots = [slot for slot, (below, _) in enumerate(graph.below(node)) if below is not None]
     try:
         rest, axis = list(graph.outputs(node)[0][0]), graph.saved(node, "dim")
     except AttributeError:
@@ -254,7 +254,7 @@ def _keeps_shape(node: Node, model: _Model, grown: dict[Node, bool]) -> bool:
     size = math.prod(graph.outputs(node)[0][0])
     alike = [
         below
-        for slot, (below, _) in enumerate(node.next_functions)
+        for slot, (below, _) in enumerate(graph.below(node))
         if below is not None and math.prod(graph.input_shape(node, slot)) == size
     ]
     return any(not _has_grown(below, model, grown) for below in alike)

@@ -117,7 +117,7 @@ def _reached(
         if not masks or graph.accumulated_variable(node) is not None:
             continue
         for slot, mask in _through(node, masks, by_value).items():
-            below, number = node.next_functions[slot]
+            below, number = graph.below(node)[slot]
             assert below is not None
             others = reached.setdefault(below, {})
             others[number] = others[number] | mask if number in others else mask
@@ -125,7 +125,7 @@ def _reached(
 
 def _through(node: Node, masks: Mapping[int, Tensor], by_value: bool) -> dict[int, Tensor]:
     """The elements of each input whose gradient depends on some elements of the outputs'."""
-    slots = [slot for slot, (below, _) in enumerate(node.next_functions) if below is not None]
+    slots = [slot for slot, (below, _) in enumerate(graph.below(node)) if below is not None]
     shapes = {slot: graph.input_shape(node, slot) for slot in slots}
     kind, alone = graph.kind(node), masks[0] if list(masks) == [0] else None
     if kind in RESHAPING and alone is not None:

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradbatch.capture import checks, graph, shared
+from gradbatch.capture.checkpoints import in_front
 from gradbatch.capture.explanation import Explanation
 from gradbatch.capture.graph import Place
-from gradbatch.capture.layouts import OwnerMap, Owners, Site
+from gradbatch.capture.layouts import Owners, Site
 from gradbatch.capture.memory import Memory
 from gradbatch.capture.nodes import Cut
 from gradbatch.capture.owners import Differentiate, find_owners
@@ -65,9 +66,11 @@ def explain(
         UnsupportedLayer: a use that cannot be explained.
         StaleCapture: a tensor was changed since the forward.
     """
-    return _Search(outputs, cotangents, samples, names, [*outputs, *roots], earlier, memory, batch_dim).run(
-        probe
-    )
+    watched = [*outputs, *roots]
+    roots = list(map(in_front, watched))
+    outputs = roots[: len(outputs)]
+    search = _Search(outputs, cotangents, samples, names, roots, watched, earlier, memory, batch_dim)
+    return search.run(probe)
 
 
 class _Search:
@@ -80,12 +83,13 @@ class _Search:
         samples: Samples,
         names: Names,
         roots: Sequence[Tensor],
+        watched: Sequence[Tensor],
         earlier: Sequence[Explanation],
         memory: Memory | None,
         batch_dim: int,
     ) -> None:
         self.outputs, self.cotangents, self.samples, self.names = outputs, cotangents, samples.count, names
-        self.of_rows, self.batch_dim = samples.of_rows, batch_dim
+        self.of_rows, self.batch_dim, self.watched = samples.of_rows, batch_dim, watched
         self.uses, self.walk = find_uses([graph.node_of(root) for root in roots], names)
         self.known = {edge for explanation in earlier for edge in explanation.edges}
         records = {use.record for explanation in earlier for use in explanation.uses}
@@ -259,7 +263,7 @@ class _Search:
         """Which of a node's outputs something is computed from, or is a loss."""
         found = self.numbers.get(node)
         if found is None:
-            used = {consumer.next_functions[slot][1] for consumer, slot in self.walk.consumers[node]}
+            used = {graph.below(consumer)[slot][1] for consumer, slot in self.walk.consumers[node]}
             found = self.numbers[node] = sorted(used | self.roots.get(node, set()))
         return found
 
@@ -306,10 +310,12 @@ class _Search:
                 self.recollection.note_place(place, owners, certain)
 
     def _pass_to(self, uses: Sequence[Use], places: Sequence[Place]) -> Differentiate:
-        return pruned_pass(self.outputs, lambda weights: self.cotangents(self.of_rows(weights)), uses, places)
+        return pruned_pass(
+            self.outputs, lambda weights: self.cotangents(self.of_rows(weights)), uses, places, self.walk
+        )
 
     def _untouched(self) -> AbstractContextManager[None]:
-        return undisturbed([*self.outputs, *adjacent_tensors(self.walk)], self.names)
+        return undisturbed([*self.watched, *adjacent_tensors(self.walk)], self.names)
 
     def _force(self, mixed: Sequence[Node]) -> None:
         """Take shared nodes into the region, with everything below them that leads to a parameter."""
@@ -320,7 +326,7 @@ class _Search:
                 continue
             self.forced.add(node)
             pending += [
-                below for below, _ in node.next_functions if below is not None and below in self.relevant
+                below for below, _ in graph.below(node) if below is not None and below in self.relevant
             ]
             # What consumes it is asked next, and has been already, or will be.
             above = {consumer for consumer, _ in self.walk.consumers[node]}

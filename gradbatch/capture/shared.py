@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import cast
 
 import torch
@@ -59,16 +60,14 @@ def grows_by_structure(node: Node, shared: Collection[Node]) -> bool:
     """
     kind = graph.kind(node)
     if kind in UNARY:
-        return all(below is None or below in shared for below, _ in node.next_functions)
+        return all(below is None or below in shared for below, _ in graph.below(node))
     if kind in ("NativeBatchNormBackward", "CudnnBatchNormBackward"):
         # A normalised weight, even where one sample alone has a gradient and seems to own it.
-        inputs = [below for below, _ in node.next_functions]
+        inputs = [below for below, _ in graph.below(node)]
         scaled_by_data = inputs[1] is None and graph.saved(node, "weight") is not None
         return not scaled_by_data and inputs[0] in shared and all(i is None or i in shared for i in inputs)
     # Without an operand that the graph does not show, which could be data.
-    return kind in COMBINING and all(
-        below is not None and below in shared for below, _ in node.next_functions
-    )
+    return kind in COMBINING and all(below is not None and below in shared for below, _ in graph.below(node))
 
 
 def order_of(nodes: Sequence[Node]) -> list[Node]:
@@ -85,7 +84,7 @@ def order_of(nodes: Sequence[Node]) -> list[Node]:
             visited.add(node)
             pending.append((node, True))
             pending += [
-                (below, False) for below, _ in node.next_functions if below is not None and below in region
+                (below, False) for below, _ in graph.below(node) if below is not None and below in region
             ]
     return order[::-1]
 
@@ -105,11 +104,9 @@ def pull_back(
         wanted: whether the gradients with respect to the outputs of a node below are wanted.
 
     Yields:
-        Places in ``next_functions``, with the gradients with respect to these inputs.
+        Places in ``graph.below``, with the gradients with respect to these inputs.
     """
-    slots = [
-        slot for slot, (below, _) in enumerate(node.next_functions) if below is not None and wanted(below)
-    ]
+    slots = [slot for slot, (below, _) in enumerate(graph.below(node)) if below is not None and wanted(below)]
     kind = graph.kind(node)
     if slots == [0] and not any(isinstance(grad, Tensor) for grad in received.values()):
         structured = _structured(node, kind, cast("dict[int, PerSampleGrad]", received))
@@ -214,7 +211,9 @@ def _batched(
             raise NotImplementedError
         return torch.vmap(one)(*given)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, UserWarning):
-        rows = [one(*(gradient[n].clone() for gradient in given)) for n in range(samples)]
+        # Each call by itself: checkpointing hands out what the node saved once in a pass.
+        of_samples = [[gradient[n].clone() for gradient in given] for n in range(samples)]
+        rows = [graph.in_a_pass_of_its_own(partial(one, *gradients)) for gradients in of_samples]
         return [_stacked(column) for column in zip(*rows, strict=True)]
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradbatch.capture import graph
+from gradbatch.capture import checkpoints, graph, paths
 from gradbatch.capture.layouts import OwnerMap, Owners, Site
 from gradbatch.capture.records import Anchor, Record
 from gradbatch.errors import CoupledSamples, UnsupportedLayer
@@ -136,12 +136,12 @@ def find_uses(roots: Sequence[Node], names: Names) -> tuple[list[Use], graph.Wal
         CoupledSamples: a layer that normalises over the batch.
         StaleCapture: a layer's parameter was replaced since the forward.
     """
-    walk = graph.walk(roots, names.parameters)
+    walk = checkpoints.walk(roots, names.parameters)
     for node in walk.order():
         if graph.runs_its_own_backward(node):
             raise UnsupportedLayer(
-                "activation checkpointing with use_reentrant=True hides its parameters from the autograd graph; pass "
-                "use_reentrant=False"
+                f"{type(node).__module__}.{graph.kind(node)}: reentrant activation checkpointing that is not torch's "
+                "hides its parameters from the autograd graph; use torch.utils.checkpoint"
             )
     uses = [use for use in _calls(walk, names) if use.claimed]
     return [use for use in uses if _is_alone(use, walk)], walk
@@ -178,9 +178,9 @@ def _claim(use: Use, accumulators: Mapping[int, Node]) -> None:
     }
     if not own or not use.anchors:
         return
-    edges = list(graph.region([node for node, _ in use.anchors], use.record.input_nodes))
+    edges = list(paths.region([node for node, _ in use.anchors], use.record.input_nodes))
     for attribute, accumulator in own.items():
-        into = graph.leading_to([accumulator], edges)
+        into = paths.leading_to([accumulator], edges)
         if into:
             use.claimed[attribute] = into
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from gradbatch.capture import graph
+from gradbatch.capture import checkpoints, graph
 from gradbatch.capture.direct import Captured, capture_losses
 from gradbatch.errors import GradBatchError, SlowPathWarning, UsageError
 from gradbatch.factors import Dense, PerSampleGrad
@@ -98,8 +98,7 @@ def coarsest_dtype(losses: Tensor, parameters: Collection[nn.Parameter]) -> torc
 
     Also where no gradient of these parameters passes: both sides of the comparison run the whole model.
     """
-    assert losses.grad_fn is not None
-    walk = graph.walk([losses.grad_fn], parameters)
+    walk = checkpoints.walk([graph.node_of(checkpoints.in_front(losses))], parameters)
     dtypes = {dtype for node in walk.order() for _, dtype in graph.outputs(node)}
     dtypes |= {parameter.dtype for parameter in parameters}
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
@@ -146,8 +145,9 @@ def _described(grad: PerSampleGrad, uses: Sequence[Explained]) -> Gradients:
 
 
 def _reached(losses: Tensor, parameters: Collection[nn.Parameter]) -> set[nn.Parameter]:
-    assert losses.grad_fn is not None
-    return set(graph.walk([losses.grad_fn], parameters).accumulators.values())
+    return set(
+        checkpoints.walk([graph.node_of(checkpoints.in_front(losses))], parameters).accumulators.values()
+    )
 
 
 def _zeros(parameter: nn.Parameter, samples: int) -> Gradients:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import textwrap
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradbatch.capture import graph, paths
 from gradbatch.capture.arguments import tensors_in
 from gradbatch.errors import UsageError
 from gradbatch.verify.forward import Forward, real
@@ -92,14 +93,32 @@ def _gradients(
     forward: Forward, parameters: Mapping[str, nn.Parameter], weights: Tensor
 ) -> dict[str, Tensor]:
     """Gradients of the weighted sum of the losses; zeros where a parameter has no part in it."""
-    found = torch.autograd.grad(
-        forward.losses, list(parameters.values()), weights, retain_graph=True, allow_unused=True
-    )
+    found = _differentiate(forward, list(parameters.values()), weights)
     pairs = zip(parameters.items(), found, strict=True)
     return {
         name: torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
         for (name, p), g in pairs
     }
+
+
+def _differentiate(
+    forward: Forward, parameters: Sequence[nn.Parameter], weights: Tensor
+) -> Sequence[Tensor | None]:
+    root = forward.losses.grad_fn
+    assert root is not None
+    if not any(map(graph.is_checkpoint, paths.walk([root], []).order())):
+        return torch.autograd.grad(forward.losses, parameters, weights, retain_graph=True, allow_unused=True)
+    # Only a plain backward goes through a reentrant checkpoint; it adds to every leaf's .grad.
+    inputs = [t for t in tensors_in((forward.args, forward.kwargs)) if t.is_leaf]
+    kept = [(leaf, leaf.grad) for leaf in (*forward.model.parameters(), *inputs)]
+    try:
+        for leaf, _ in kept:
+            leaf.grad = None
+        torch.autograd.backward(forward.losses, weights, retain_graph=True)
+        return [parameter.grad for parameter in parameters]
+    finally:
+        for leaf, grad in kept:
+            leaf.grad = grad
 
 
 def _one_by_one(forward: Forward, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 import gradbatch
 from gradbatch import BatchGrad
-from gradbatch.capture import graph, search
+from gradbatch.capture import checkpoints, graph, search
 from gradbatch.capture.direct import Captured, capture_losses
 from gradbatch.capture.uses import Names, Use
 from gradbatch.plans.contractions import Planner
@@ -24,7 +24,7 @@ def without_recorded_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """No recorded call is used, as if no layer had a rule."""
 
     def find_none(roots: Sequence[Node], names: Names) -> tuple[list[Use], graph.Walk]:
-        return [], graph.walk(roots, names.parameters)
+        return [], checkpoints.walk(roots, names.parameters)
 
     monkeypatch.setattr(search, "find_uses", find_none)
 

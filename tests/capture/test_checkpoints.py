@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import gradbatch
-from gradbatch.capture import graph
+from gradbatch.capture import checkpoints, graph
 from tests.capture.reference import (
     WAYS,
     assert_results,
@@ -37,6 +38,7 @@ BLOCKS: dict[str, Block] = {
     "layers": lambda self, x: self.b(torch.tanh(self.a(x))),
     "raw parameters": lambda self, x: torch.tanh(x @ self.a.weight) * self.b.bias + self.a.bias,
     "a mixture": mixed,
+    "a node without a rule": lambda self, x: torch.cdist(self.b(x), self.a.weight),
     "a layer twice": lambda self, x: self.a(torch.tanh(self.a(x))),
     "checkpoints inside": lambda self, x: checkpoint(
         lambda h: self.b(torch.tanh(h)) * self.a.bias, self.a(x), use_reentrant=False
@@ -60,6 +62,7 @@ def model_of(block: Block, checkpointed: bool = True) -> nn.Module:
     return wired(forward, **layers, norm=nn.LayerNorm(4), attention=attention)
 
 
+@pytest.mark.filterwarnings("ignore::gradbatch.SlowPathWarning")
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_checkpointed_blocks_are_right_both_ways(kind: str) -> None:
     model, x = model_of(BLOCKS[kind]), draw(3, 5, 3)
@@ -73,6 +76,24 @@ def test_several_steps_are_right(way: str) -> None:
         x = draw(3, 5, 3)
         losses = lambda: sum_of_squares(model(x))  # noqa: E731, B023
         assert_results(WAYS[way](model, losses), expected(model, losses))
+
+
+def test_weights_computed_inside_are_right_and_hooks_on_parameters_stay() -> None:
+    layer = parametrizations.weight_norm(nn.Linear(4, 4))
+    block = lambda self, h: self.layer(torch.tanh(h)) @ (self.last.weight * self.last.bias)  # noqa: E731
+    model = wired(
+        lambda self, x: checkpoint(lambda h: block(self, h), self.first(x), use_reentrant=False),
+        first=nn.Linear(3, 4),
+        layer=layer,
+        last=nn.Linear(4, 4),
+    )
+    x, called = draw(3, 3), []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda _, parameter=parameter: called.append(id(parameter)))
+    assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
+    called.clear()
+    sum_of_squares(model(x)).sum().backward()
+    assert set(called) == set(map(id, model.parameters()))
 
 
 @pytest.mark.parametrize("saved", ["recomputed", "on the CPU"])
@@ -93,7 +114,7 @@ def test_no_input_of_a_layer_is_kept_until_the_backward(saved: str) -> None:
         model = model_of(block, checkpointed=False)
         with torch.autograd.graph.save_on_cpu():
             losses = sum_of_squares(model(draw(3, 5, 3)))
-    records = [r for notes in graph.walk([graph.node_of(losses)], []).notes.values() for r, _ in notes]
+    records = [r for notes in checkpoints.walk([graph.node_of(losses)], []).notes.values() for r, _ in notes]
     inner = [record for record in records if record.module is model.a]
     assert all(not record.args for record in inner)
     if saved == "recomputed":

@@ -15,7 +15,6 @@ from gradbatch import StaleCapture, UnsupportedLayer
 from tests.capture.reference import (
     WAYS,
     Losses,
-    assert_refused,
     assert_results,
     assert_right_both_ways,
     draw,
@@ -27,17 +26,17 @@ from tests.capture.reference import (
 )
 
 
-def checkpointed(reentrant: bool) -> nn.Module:
+def checkpointed() -> nn.Module:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         inner = lambda h: torch.tanh(self.second(self.drop(torch.tanh(self.first(h)))))  # noqa: E731
-        return self.head(checkpoint(inner, self.body(x), use_reentrant=reentrant))
+        return self.head(checkpoint(inner, self.body(x), use_reentrant=False))
 
     layers = {name: nn.Linear(3, 3) for name in ("body", "first", "second", "head")}
     return wired(forward, **layers, drop=nn.Dropout(0.0))
 
 
 def test_checkpoints_that_autograd_sees_are_right() -> None:
-    model, x = checkpointed(reentrant=False), draw(4, 3)
+    model, x = checkpointed(), draw(4, 3)
     assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
 
 
@@ -47,11 +46,6 @@ def test_a_whole_model_in_a_checkpoint_is_right() -> None:
     parts = lambda: checkpoint_sequential(model, 3, x, use_reentrant=False)  # noqa: E731
     found = gradbatch.per_sample_grads(model, sum_of_squares(parts()))
     torch.testing.assert_close(found, expected(model, lambda: sum_of_squares(parts())))
-
-
-def test_reentrant_checkpoints_are_refused_with_the_way_out() -> None:
-    model, x = checkpointed(reentrant=True), draw(4, 3)
-    assert_refused(model, lambda: sum_of_squares(model(x)), UnsupportedLayer, "use_reentrant=False")
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gradbatch
 from gradbatch import BatchGrad, CoupledSamples
-from gradbatch.capture import graph, search
+from gradbatch.capture import checkpoints, graph, search
 from gradbatch.capture.memory import STEPS, memory_of
 from gradbatch.capture.propagation import Run, propagate
 from gradbatch.rules import SampleLayout
@@ -183,7 +183,7 @@ def test_what_follows_from_the_operations_is_so(samples: int) -> None:
     """Of every node of a network that the propagation is certain of: a loss's weight reaches that sample's elements."""
     model, ones = network(), torch.ones(samples, dtype=torch.float64)
     losses, weights = sum_of_squares(model(draw(samples, 5, 3))), draw(samples)
-    walk = graph.walk([graph.node_of(losses)], list(model.parameters()))
+    walk = checkpoints.walk([graph.node_of(losses)], list(model.parameters()))
     nodes = list(walk.order())
     certain = propagate(nodes, [graph.shapes(node) for node in nodes], {(0, 0): Run(1, 1)}, samples).certain
     assert len(certain) > 20

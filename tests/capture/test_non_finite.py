@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gradbatch
 from gradbatch import BatchGrad, UnsupportedLayer
-from gradbatch.capture import graph
+from gradbatch.capture import graph, paths
 from gradbatch.capture.memory import STEPS
 from gradbatch.capture.reach import NOBODY, owners_by_reach
 from tests.capture.reference import (
@@ -175,7 +175,7 @@ def test_reach_tells_a_factor_of_zero_from_no_path() -> None:
     x = draw(2, 3).requires_grad_()
     zero = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
     losses = torch.stack([(x * zero).sum(1), x[:1].sum(1).expand(2) * zero[:, 0]]).sum(0)
-    walk = graph.walk([graph.node_of(losses)], [])
+    walk = paths.walk([graph.node_of(losses)], [])
     end = next(node for node in walk.order() if graph.kind(node) == "MulBackward")
     leaf = next(node for node in walk.order() if graph.accumulated_variable(node) is x)
     roots = {(graph.node_of(losses), 0): torch.arange(2)}
@@ -183,7 +183,7 @@ def test_reach_tells_a_factor_of_zero_from_no_path() -> None:
     # The second loss reaches the first row, and but for the zero the first loss would: it may be anybody's.
     assert found[leaf, 0].tolist() == [[2, 2, 2], [1, 1, 1]]
     losses = x[:1].sum(1).expand(2) * torch.tensor([0.0, 0.0], dtype=torch.float64)
-    walk = graph.walk([graph.node_of(losses)], [])
+    walk = paths.walk([graph.node_of(losses)], [])
     leaf = next(node for node in walk.order() if graph.accumulated_variable(node) is x)
     found = owners_by_reach(walk, {(graph.node_of(losses), 0): torch.arange(2)}, [(leaf, 0)], 2)
     assert bool((found[leaf, 0] == NOBODY).all())

@@ -12,11 +12,10 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import gradbatch
-from gradbatch import BatchGrad, UnsupportedLayer
+from gradbatch import BatchGrad
 from tests.capture.reference import (
     WAYS,
     Losses,
-    assert_refused,
     assert_results,
     assert_right_both_ways,
     draw,
@@ -50,10 +49,14 @@ class TestMachinery:
         model, x = wired(forward, **{name: nn.Linear(3, 3) for name in "abc"}), draw(4, 3)
         assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
 
-    def test_checkpoints_with_reentry_are_refused_with_the_way_out(self) -> None:
+    def test_checkpoints_with_reentry_are_right(self) -> None:
         forward = lambda self, x: checkpoint(self.b, self.a(x), use_reentrant=True)  # noqa: E731
-        model, x = wired(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3)), draw(4, 3)
-        assert_refused(model, lambda: sum_of_squares(model(x)), UnsupportedLayer, "use_reentrant=False")
+        plain = lambda self, x: self.b(self.a(x))  # noqa: E731
+        layers, x = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}, draw(4, 3)
+        model, same = wired(forward, **layers), wired(plain, **layers)
+        right = expected(same, lambda: sum_of_squares(same(x)))
+        for way in WAYS.values():
+            assert_results(way(model, lambda: sum_of_squares(model(x))), right)
 
     @torchs_own
     @pytest.mark.parametrize("extended", ["before", "after the first call"])
