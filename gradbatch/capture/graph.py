@@ -281,10 +281,7 @@ def below(node: Node) -> Sequence[tuple[Node | None, int]]:
 
 
 def _into(source: Node | None, number: int) -> tuple[Node | None, int]:
-    while source is not None and is_checkpoint(source):
-        region = unfolded(source)
-        if region is None:
-            break
+    while source is not None and is_checkpoint(source) and (region := unfolded(source)) is not None:
         source, number = region.edges[number]
     return source, number
 
