@@ -105,9 +105,7 @@ def saved(node: Node, name: str) -> Any:
         AttributeError: this version of torch keeps nothing under that name.
         RuntimeError: it was freed, or modified in place.
     """
-    kept = _with_stand_ins(getattr(node, f"_saved_{name}"))
-    put_hooks_on_again(node)
-    return kept
+    return _read(node, f"_saved_{name}")
 
 
 def saved_names(node: Node) -> list[str]:
@@ -117,17 +115,29 @@ def saved_names(node: Node) -> list[str]:
 
 def saved_by_function(node: Node) -> list[Tensor]:
     """What a Python ``Function`` saved in its forward; empty for a node of C++."""
-    kept = _with_stand_ins(getattr(node, "saved_tensors", ()))
-    put_hooks_on_again(node)
+    kept = _read(node, "saved_tensors") if hasattr(type(node), "saved_tensors") else ()
     return [tensor for tensor in kept if isinstance(tensor, Tensor)]
+
+
+def _read(node: Node, attribute: str) -> Any:
+    kept = getattr(node, attribute)
+    if _holds_leaf(kept):
+        kept = _with_stand_ins(kept)
+        put_hooks_on_again(node)
+    return kept
+
+
+def _holds_leaf(kept: Any) -> bool:
+    if isinstance(kept, (tuple, list)):
+        return any(map(_holds_leaf, kept))
+    return isinstance(kept, Tensor) and kept.requires_grad and kept.is_leaf
 
 
 def _with_stand_ins(kept: Any) -> Any:
     """What a node saved, with other tensors in place of leaves."""
     if isinstance(kept, (tuple, list)):
         return tuple(map(_with_stand_ins, kept))
-    is_leaf = isinstance(kept, Tensor) and kept.requires_grad and kept.is_leaf
-    return kept.detach().requires_grad_() if is_leaf else kept
+    return kept.detach().requires_grad_() if _holds_leaf(kept) else kept
 
 
 def put_hooks_on_again(node: Node) -> None:

@@ -63,9 +63,11 @@ def grows_by_structure(node: Node, shared: Collection[Node]) -> bool:
         return all(below is None or below in shared for below, _ in graph.below(node))
     if kind in ("NativeBatchNormBackward", "CudnnBatchNormBackward"):
         # A normalised weight, even where one sample alone has a gradient and seems to own it.
-        inputs = [below for below, _ in graph.below(node)]
-        scaled_by_data = inputs[1] is None and graph.saved(node, "weight") is not None
-        return not scaled_by_data and inputs[0] in shared and all(i is None or i in shared for i in inputs)
+        with suppress(AttributeError):
+            inputs = [below for below, _ in graph.below(node)]
+            if inputs[1] is not None or graph.saved(node, "weight") is None:
+                return inputs[0] in shared and all(i is None or i in shared for i in inputs)
+        return False
     # Without an operand that the graph does not show, which could be data.
     return kind in COMBINING and all(below is not None and below in shared for below, _ in graph.below(node))
 
