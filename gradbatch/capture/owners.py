@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gradbatch.capture.layouts import RESOLVED, OwnerMap, Owners, Site, by_sample, is_finite, owners_of
 from gradbatch.capture.reach import NOBODY
-from gradbatch.capture.tags import PRECISION, Tags, resolution
+from gradbatch.capture.tags import PRECISION, Precision, Tags, resolution
 from gradbatch.rules import SampleLayout
 
 Gradients = Sequence[Sequence[Tensor | None]]
@@ -102,9 +102,9 @@ def find_owners(
     for _ in range(ATTEMPTS):
         plain = run(base)
         peak = max((_largest(g) for outputs in plain for g in outputs), default=0.0)
-        if samples > 1 and peak > 2.0 ** (precision.digits // 2 - 1):
-            # The tags on top of it could leave the dtype's range.
-            base = (base - math.ceil(math.log2(peak))).clamp(-limit, limit)
+        shift = _shift_of(peak, precision) if samples > 1 else 0
+        if shift:
+            base = (base + shift).clamp(-limit, limit)
             plain = run(base)
         raw = runs = _without_zeros([plain, *(run(base + tag) for tag in tags.exponents)])
         finite = [_is_finite([gradients[i] for gradients in runs]) for i in range(len(sites))]
@@ -181,6 +181,17 @@ def _filled(runs: Sequence[Gradients], followed: Gradients, exponents: Sequence[
         [[fill(i, j, number) for j in range(len(outputs))] for i, outputs in enumerate(gradients)]
         for number, gradients in enumerate(runs)
     ]
+
+
+def _shift_of(peak: float, precision: Precision) -> int:
+    """By which power of two the largest gradient is to be changed, before tags are put on top of it.
+
+    They would take a large one out of the dtype's range. Of a small one in half precision little would be exact.
+    """
+    exponent = math.ceil(math.log2(peak)) if peak else 0
+    if precision.peak is not None and peak:
+        return precision.peak - exponent if abs(precision.peak - exponent) > 1 else 0
+    return -exponent if peak > 2.0 ** (precision.digits // 2 - 1) else 0
 
 
 def _where_finite(exact: Tensor | None, weighted: Tensor | None) -> Tensor | None:

@@ -137,3 +137,40 @@ def test_a_step_that_overflows_is_not_finite_and_the_next_one_is_right() -> None
             own = {name: one for name, one in found.items() if bool(one.isfinite().all())}
             assert_close(own, {name: right[name] for name in own}, TOLERANCE[torch.float16])
     assert skipped == [True, False, False, False]
+
+
+class Encoder(nn.Module):
+    """Attention over tokens, whose mean is classified."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.last = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layers(self.first(x)).mean(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(4))
+def test_elements_that_are_zero_by_chance_and_small_ones_in_half_precision(
+    dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model, x = gradbatch.extend(Encoder(64, 2)), torch.randn(16, 8, 16)
+    y = torch.randint(5, (16,))
+
+    def losses(rows: slice) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            outputs = model(x[rows])
+        return F.cross_entropy(outputs.float(), y[rows], reduction="none")
+
+    each = [torch.autograd.grad(losses(slice(n, n + 1)).sum(), list(model.parameters())) for n in range(16)]
+    right = torch.stack([sum(g.square().sum() for g in grads).sqrt() for grads in each])
+    found = gradbatch.backward(model, losses(slice(None)), gradbatch.BatchL2Grad())
+    with gradbatch.compute(model, gradbatch.BatchL2Grad(), loss_reduction="mean") as results:
+        losses(slice(None)).mean().backward()
+    for norms in (found[gradbatch.BatchL2Grad], results[gradbatch.BatchL2Grad]):
+        torch.testing.assert_close(norms.total().sqrt(), right, rtol=5e-2, atol=0)
