@@ -19,7 +19,7 @@ from gradbatch.factors import PerSampleGrad
 from gradbatch.plans.contractions import Planner
 from gradbatch.quantities import BatchGrad, Quantity
 from gradbatch.reduction import reduce_all
-from gradbatch.requests import allows_coupling, check_losses, check_request
+from gradbatch.requests import allows_coupling, check_losses, check_out, check_request
 from gradbatch.results import QuantityResult, Results
 from gradbatch.selection import Selection, select
 
@@ -145,6 +145,7 @@ def backward(
     if reduction not in (None, "mean", "sum"):
         raise UsageError(f'reduction is {reduction!r}; it is "mean", "sum", or None to leave p.grad alone')
     check_losses(losses)
+    check_out(out)
     selection = select(model, parameters, allows_coupling(samples_coupled))
     _clear_attached(model)
     planner, results = planner or Planner(), Results()
@@ -238,6 +239,7 @@ def compute(
         True
     """
     check_request(model, quantities)
+    check_out(out)
     if loss_reduction not in ("mean", "sum"):
         raise UsageError(
             f'loss_reduction is {loss_reduction!r}; say "mean" or "sum": how your scalar loss is made of the samples\' '

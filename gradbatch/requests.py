@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gradbatch.capture.hooks import recorder_of
 from gradbatch.errors import UsageError
 from gradbatch.quantities import Quantity
+from gradbatch.results import Results
 
 
 def check_request(model: nn.Module, quantities: Sequence[Quantity]) -> None:
@@ -57,3 +58,12 @@ def check_losses(losses: Tensor) -> None:
         )
     if losses.is_complex():
         raise UsageError("the losses are complex; a loss is a real number")
+
+
+def check_out(out: object) -> None:
+    """Refuse what is no earlier step's results to write to (:class:`UsageError`)."""
+    if out is not None and not isinstance(out, Results):
+        raise UsageError(
+            f"out is a {type(out).__name__}; it takes all of what backward or compute returned in an earlier step "
+            "(results, not results[BatchGrad])"
+        )

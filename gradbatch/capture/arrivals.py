@@ -18,6 +18,9 @@ from torch.autograd.graph import Node
 from gradbatch.capture import graph
 from gradbatch.errors import UnsupportedLayer, UsageError
 
+END = "use gradbatch.backward(model, losses, ...) with one loss a sample"
+"""What every message about an arrival ends with; a description that does is a whole message."""
+
 Place = tuple[Node | int, int]
 """A node, or the identity of a parameter, and which of its outputs a gradient arrives at."""
 
@@ -114,9 +117,11 @@ class Arrivals:
         sent = self._sent[graph.current_pass()].pop(place, [])
         if arrived is not None and not _is_sum(arrived, sent) and self.violation is None:
             self.violation = UnsupportedLayer(
-                f"{description} receives a gradient from outside of the model's forward, such as a penalty in the "
+                description
+                if description.endswith(END)
+                else f"{description} receives a gradient from outside of the model's forward, such as a penalty in the "
                 "loss or a second use of a weight, and no sample owns it. Call the model's layers inside its "
-                "forward, or use gradbatch.backward(model, losses, ...) with one loss a sample"
+                f"forward, or {END}"
             )
 
 

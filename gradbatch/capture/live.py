@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from gradbatch.capture import checkpoints, graph
 from gradbatch.capture.arguments import tensors_in
-from gradbatch.capture.arrivals import Arrivals
+from gradbatch.capture.arrivals import END, Arrivals
 from gradbatch.capture.checks import layer_of
 from gradbatch.capture.evaluate import zeros
 from gradbatch.capture.forward import Forward, Hook
@@ -139,7 +139,11 @@ class LiveCapture:
             # Not one row a sample: it may be used inside the forward, but not by the loss.
             node = graph.node_of(tensor)
             reason = (
-                f"an output of shape {tuple(tensor.shape)}, not one row a sample (a loss computed inside?),"
+                f"an output of shape {tuple(tensor.shape)}, not one row a sample,"
+                if tensor.dim()
+                else "the model returned a scalar that the loss is made of (its own loss, as with labels=...), in "
+                "which nobody can tell the samples apart. Compute the loss outside of the model, from outputs with one "
+                f"row a sample (the logits), or {END}"
             )
             if graph.is_checkpoint(node):
                 self._arrivals.check_inside(node, reason, tensor.output_nr)

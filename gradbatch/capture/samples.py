@@ -54,7 +54,7 @@ def samples_of(rows: int, sample_ids: Tensor | None) -> Samples:
     ids = sample_ids.detach().long()
     if rows and int(ids.max()) >= rows:
         raise UsageError(
-            f"sample_ids go up to {int(ids.max())} for {rows} rows, but samples are numbered from 0 without gaps; "
+            f"sample_ids go up to {int(ids.max())} for {rows} rows, but there are no more samples than rows; "
             "torch.unique(ids, return_inverse=True)[1] numbers any ids"
         )
     return Samples(int(ids.max()) + 1 if rows else 0, ids)

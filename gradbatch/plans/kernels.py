@@ -100,11 +100,17 @@ def summed(left: Tensor, right: Operand, tile: Tile, native: bool) -> Tensor:
     if native and isinstance(right, Patches):
         return correlate_sum(left, right)
     if isinstance(right, Tensor):
-        return contract("sum", left, right)
+        return _summed_product(left, right)
     out = left.new_zeros(shape_of(left, right)[1:])
     for start, stop in spans(left.shape[0], min(tile.samples, tile.unfold)):
-        out += contract("sum", left[start:stop], columns(part(right, start, stop)))
+        out += _summed_product(left[start:stop], columns(part(right, start, stop)))
     return out
+
+
+def _summed_product(left: Tensor, right: Tensor) -> Tensor:
+    """Contract samples and positions, ``[G, P, D]``; row-major like the parameter, as an einsum's result may not be."""
+    rows = left.permute(1, 2, 0, 3).flatten(2)
+    return torch.matmul(rows, right.permute(1, 0, 3, 2).flatten(1, 2))
 
 
 def weighted_dense(left: Tensor, right: Operand, weights: Tensor, tile: Tile, method: str) -> Tensor:

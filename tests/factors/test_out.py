@@ -104,3 +104,16 @@ def test_other_quantities_and_results_without_the_quantity_leave_it_alone() -> N
     found = gradbatch.backward(model, model(torch.ones(4, 3)).sum(1), BatchGrad(), BatchL2Grad(), out=norms)
     assert torch.equal(found[BatchGrad]["weight"], torch.ones(4, 2, 3))
     assert norms[BatchL2Grad]["weight"].tolist() == [6, 6, 6, 6]
+
+
+def test_out_takes_the_results_of_a_step() -> None:
+    model = gradbatch.extend(nn.Linear(3, 2))
+    first = gradbatch.backward(model, model(torch.ones(4, 3)).sum(1), BatchGrad())
+    for wrong in (first[BatchGrad], dict(first[BatchGrad])):
+        with pytest.raises(UsageError, match=r"results, not results\[BatchGrad\]"):
+            gradbatch.backward(model, model(torch.ones(4, 3)).sum(1), BatchGrad(), out=wrong)
+        with (
+            pytest.raises(UsageError, match="out is a"),
+            gradbatch.compute(model, BatchGrad(), loss_reduction="sum", out=wrong),
+        ):
+            pass

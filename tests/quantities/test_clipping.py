@@ -69,6 +69,12 @@ def test_is_the_sum_of_clipped_gradients(planner: Planner, max_norm: float) -> N
         torch.testing.assert_close(dict(found), right, rtol=1e-10, atol=1e-12 * max_norm)
 
 
+def test_lies_in_memory_as_the_parameter_does() -> None:
+    model = gradbatch.extend(network())
+    found = gradbatch.backward(model, losses_of(model, drawn(6)), ClippedSum(0.5), planner=Planner(budget=1))
+    assert all(tensor.is_contiguous() for tensor in found[ClippedSum].values())
+
+
 def test_micro_batches_of_a_loop_of_the_user_s_own() -> None:
     model, x = gradbatch.extend(network()), drawn(5)
     _, right = clipped(gradbatch.backward(model, losses_of(model, x), BatchGrad())[BatchGrad], 0.5)
