@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils import checkpoint
 
@@ -89,12 +90,17 @@ def accumulated_variable(node: Node) -> Tensor | None:
 
 
 def kind(node: Node) -> str:
-    """What a node computes the gradient of, without the number that torch appends: ``MmBackward``."""
+    """What a node computes the gradient of, without the number that torch appends: ``MmBackward``.
+
+    A Python ``Function`` that somebody called ``Mm`` is none of torch's operations: ``Function MmBackward``.
+    """
     return _kind(type(node))
 
 
 @cache
 def _kind(node_type: type) -> str:
+    if issubclass(node_type, BackwardCFunction):
+        return f"Function {node_type.__name__}"
     return node_type.__name__.rstrip("0123456789")
 
 

@@ -140,7 +140,7 @@ def find_uses(roots: Sequence[Node], names: Names) -> tuple[list[Use], graph.Wal
     for node in walk.order():
         if graph.runs_its_own_backward(node):
             raise UnsupportedLayer(
-                f"{type(node).__module__}.{graph.kind(node)}: reentrant activation checkpointing that is not torch's "
+                f"{type(node).__module__}.{node.name()}: reentrant activation checkpointing that is not torch's "
                 "hides its parameters from the autograd graph; use torch.utils.checkpoint"
             )
     uses = [use for use in _calls(walk, names) if use.claimed]

@@ -149,3 +149,51 @@ def test_what_is_computed_behind_the_model_is_said_to_be_there() -> None:
     where = "the computation between the model's outputs and the losses"
     with pytest.warns(gradbatch.SlowPathWarning, match=f"^{where}: CdistBackward has no rule"):
         gradbatch.per_sample_grads(model, losses)
+
+
+def _reversed_and_doubled(ctx, x: Tensor) -> Tensor:
+    return 2 * x.flip(-1)
+
+
+def _scaled(ctx, x: Tensor, scale: Tensor) -> Tensor:
+    ctx.save_for_backward(x, scale)
+    return x * scale
+
+
+def _scaled_back(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    x, scale = ctx.saved_tensors
+    return gradient * scale, (gradient * x).sum(0)
+
+
+def _product_back(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight = ctx.saved_tensors
+    return gradient @ weight, gradient.T @ x
+
+
+def _product(ctx, x: Tensor, weight: Tensor) -> Tensor:
+    ctx.save_for_backward(x, weight)
+    return x @ weight.T
+
+
+FUNCTIONS = {
+    "of a weight": (
+        _reversed_and_doubled,
+        _reversed_and_doubled,
+        lambda f, self, x: F.linear(x, f(self.weight)),
+    ),
+    "elementwise": (_scaled, _scaled_back, lambda f, self, x: f(self.layer(x), self.weight[0])),
+    "product": (_product, _product_back, lambda f, self, x: f(x, self.weight)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::gradbatch.SlowPathWarning")
+@pytest.mark.parametrize("name", ["Squeeze", "Clone", "T", "Mul", "Add", "Mm", "Embedding", "Relu", "Sum"])
+@pytest.mark.parametrize("use", FUNCTIONS)
+def test_a_function_of_somebodys_is_not_the_operation_it_is_called_after(use: str, name: str) -> None:
+    forward, backward, call = FUNCTIONS[use]
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(name, (torch.autograd.Function,), methods)
+    model = wired(lambda self, x: call(function.apply, self, x), layer=nn.Linear(4, 4))
+    model.weight = nn.Parameter(draw(4, 4))  # as many rows as samples
+    model, x = model.double(), draw(4, 4)
+    assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
