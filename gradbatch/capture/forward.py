@@ -11,15 +11,16 @@ from torch.autograd.graph import Node
 
 from gradbatch.capture import checkpoints, graph, paths
 from gradbatch.capture.evaluate import Totals
-from gradbatch.capture.explanation import Explanation, unowned
+from gradbatch.capture.explanation import Explanation
 from gradbatch.capture.layouts import Owners
-from gradbatch.capture.tags import PRECISION
+from gradbatch.capture.samples import Samples
+from gradbatch.capture.strays import NONE, Place, unseen_in
 from gradbatch.capture.undisturbed import readable
 from gradbatch.capture.uses import Names
 from gradbatch.errors import UsageError
 from gradbatch.factors import PerSampleGrad
 from gradbatch.plans.contractions import Planner
-from gradbatch.rules import Layout, SampleLayout
+from gradbatch.rules import Layout
 
 Gradients = tuple[Tensor | None, ...] | dict[int, Tensor | None]
 """Gradients of the outputs of a node, by output."""
@@ -29,7 +30,6 @@ Hook = Callable[[Gradients], None]
 
 
 # Stands for the unseen elements where the layout was known before, all of it certain.
-NONE = torch.zeros((), dtype=torch.bool)
 
 
 @dataclass
@@ -40,11 +40,13 @@ class Pass:
         totals: what its nodes contributed; they are evaluated while it runs, as autograd frees what they saved.
         calls: gradients of the anchored outputs of recorded calls, by the call's number; evaluated in the end.
         nodes: numbers of the cuts that it went through.
+        broken: which samples' gradients at the model's outputs are not finite, ``[N]``; ``None``: not looked at.
     """
 
     totals: Totals
     calls: dict[int, list[Tensor | None]] = field(default_factory=dict)
     nodes: set[int] = field(default_factory=set)
+    broken: Tensor | None = None
 
 
 class Forward:
@@ -61,6 +63,7 @@ class Forward:
         passes: by the pass's identity.
         taken: gradients that were taken, with the layer and their version.
         error: the first thing that went wrong inside a backward pass; raised behind it.
+        is_measured: whether any of it was measured, so that there may be elements that no output was seen to reach.
     """
 
     def __init__(
@@ -73,16 +76,37 @@ class Forward:
         self._planner, self._scale = planner, scale
         # Elements that the model's outputs do not depend on: nobody owns them. ``None``: all of them.
         self._unseen_calls = [
-            [NONE] * len(use.anchors) if gradients is None else [_unseen(g) for g in gradients]
+            [NONE] * len(use.anchors) if gradients is None else [unseen_in(g) for g in gradients]
             for use, gradients in zip(found.uses, found.use_gradients, strict=True)
         ]
         self._unseen_nodes = [
-            dict.fromkeys(cut.owners, NONE) if by is None else {n: _unseen(g) for n, g in by.items()}
+            dict.fromkeys(cut.owners, NONE) if by is None else {n: unseen_in(g) for n, g in by.items()}
             for cut, by in zip(found.cuts, found.cut_gradients, strict=True)
         ]
+        self.is_measured = any(g is not None for g in (*found.use_gradients, *found.cut_gradients))
         found.use_gradients, found.cut_gradients = [], []
 
     # ---- while a backward pass runs
+
+    def hook_of_output(self, number: int, axis: int, samples: Samples) -> Hook:
+        """Prehook that notes which samples do not get a finite gradient from the user's loss.
+
+        Args:
+            number: of the output of the node.
+            axis: of the rows.
+            samples: of the rows.
+        """
+
+        def take(grads: Gradients) -> None:
+            gradient = grads[number]
+            if gradient is not None:
+                current, rows = self._pass(), gradient.detach().movedim(axis, 0).unsqueeze(-1).flatten(1)
+                # In one pass, without a temporary.
+                sizes = torch.linalg.vector_norm(rows, torch.inf, 1) if rows.shape[1] else rows.sum(1)
+                broken = samples.gathered(~sizes.isfinite())
+                current.broken = broken if current.broken is None else current.broken | broken
+
+        return take
 
     def hook_of_call(self, number: int, position: int) -> Hook:
         """Prehook that takes the gradient of one output of a call."""
@@ -112,7 +136,10 @@ class Forward:
                 return
             with _Deferred(self):
                 unseen = self._unseen_nodes[number]
-                own = {n: self._own(cut.name, unseen[n], g, cut.owners[n]) for n, g in gradients.items()}
+                own = {
+                    n: self._own(cut.name, unseen[n], g, cut.owners[n], current.broken)
+                    for n, g in gradients.items()
+                }
                 current.totals.add_node(cut, own)
 
         return take
@@ -156,44 +183,19 @@ class Forward:
         )
 
     def _own(
-        self, name: str, unseen: Tensor | None, gradient: Tensor | None, owners: Owners | Layout
+        self,
+        name: str,
+        unseen: Tensor | None,
+        gradient: Tensor | None,
+        owners: Owners | Layout,
+        broken: Tensor | None,
     ) -> Tensor | None:
-        """The gradient for the samples' own losses.
-
-        Args:
-            name: of the layer.
-            unseen: elements that the model's outputs did not depend on when they were measured.
-            gradient: what arrived.
-            owners: where the samples lie in it.
-        """
-        if gradient is None:
-            return None
-        if unseen is not NONE:
-            part = gradient if unseen is None else gradient.where(unseen, 0)
-            # What no output depends on has no gradient, whatever becomes of zero times NaN.
-            gradient = torch.where(part.isfinite(), gradient, 0)
-            part = part.where(part.isfinite(), 0)
-            by_chance = isinstance(owners, SampleLayout) and unseen is not None and _are_few(part)
-            if not by_chance and not self._is_rounding(part, gradient, unseen is not None):
-                raise unowned(name, self.samples)
+        """The gradient for the samples' own losses."""
+        if gradient is not None and unseen is not NONE:
+            place = Place(name, self.samples, unseen, owners, broken)
+            gradient = place.without_strays(gradient, [taken for _, taken, _ in self.taken])
         # The gradient of a mean carries 1/N; a sample's own loss does not.
-        return None if unseen is None else gradient * self._scale
-
-    def _is_rounding(self, part: Tensor, gradient: Tensor, placed: bool) -> bool:
-        """Whether a part of a gradient is zero but for rounding: sums that cancel are exactly zero at times only.
-
-        Where it is kept, as part of a gradient whose owners are known from the rest of it, an operation may have
-        enlarged the rounding error, as a normalisation does; where it is left out, it may not. What it is compared
-        with is seen or is refused itself.
-        """
-        if not part.any():
-            return True
-        precision = PRECISION.get(
-            part.real.dtype if part.is_complex() else part.dtype, PRECISION[torch.float16]
-        )
-        others = [gradient, *(taken for _, taken, _ in self.taken)]
-        largest = max(float(other.abs().nan_to_num(0.0, 0.0, 0.0).max()) for other in others if other.numel())
-        return float(part.abs().max()) <= (precision.relative if placed else precision.absolute) * largest
+        return None if gradient is None else gradient * self._scale
 
     # ---- at the end
 
@@ -257,7 +259,10 @@ class Forward:
             for number, (use, layout) in enumerate(zip(self.found.uses, self.found.layouts, strict=True)):
                 arrived = current.calls.get(number, [None] * len(use.anchors))
                 unseen = self._unseen_calls[number]
-                own = [self._own(use.name, u, g, layout) for u, g in zip(unseen, arrived, strict=True)]
+                own = [
+                    self._own(use.name, u, g, layout, current.broken)
+                    for u, g in zip(unseen, arrived, strict=True)
+                ]
                 use.record.check_fresh(use.name)
                 current.totals.add_call(use, own, layout)
             current.totals.check_delivered()
@@ -279,18 +284,3 @@ class _Deferred:
             self._forward.error = self._forward.error or error
             return True
         return False
-
-
-def _are_few(part: Tensor) -> bool:
-    """Whether so few elements are not zero that those may have been exactly zero by chance when they were measured.
-
-    Sums of terms of both signs are so in about one of ``1 / eps`` cases, somewhat more often where they are alike.
-    Whose such an element is follows from the elements around it, where the samples lie regularly.
-    """
-    chance = 4 * torch.finfo(part.dtype).eps * part.numel() + min(8, part.numel() // 64)
-    return int(part.count_nonzero()) <= chance
-
-
-def _unseen(gradient: Tensor | None) -> Tensor | None:
-    with torch.no_grad():
-        return None if gradient is None else gradient == 0

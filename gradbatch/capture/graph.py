@@ -99,9 +99,8 @@ def kind(node: Node) -> str:
 
 @cache
 def _kind(node_type: type) -> str:
-    if issubclass(node_type, BackwardCFunction):
-        return f"Function {node_type.__name__}"
-    return node_type.__name__.rstrip("0123456789")
+    name = node_type.__name__
+    return f"Function {name}" if issubclass(node_type, BackwardCFunction) else name.rstrip("0123456789")
 
 
 def saved(node: Node, name: str) -> Any:
@@ -162,8 +161,7 @@ def outputs(node: Node) -> list[tuple[torch.Size, torch.dtype]]:
 
 def shapes(node: Node) -> tuple[tuple[int, ...], ...]:
     """Shapes of what a node computes, read faster."""
-    entries: Any = node._input_metadata
-    return tuple([tuple(entry.shape) for entry in entries])
+    return tuple([tuple(entry.shape) for entry in node._input_metadata])  # type: ignore[attr-defined]
 
 
 def input_shape(node: Node, slot: int) -> torch.Size:
@@ -209,29 +207,26 @@ def apply(node: Node, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None
     What the engine does behind a node is left out: the results may still have to be summed to their inputs' shapes.
     """
     call: Any = node
-    if is_function(node):  # it takes no None
-        like = next(g for g in gradients if g is not None)
-        gradients = [
-            torch.zeros(shape, dtype=dtype, device=like.device) if g is None else g
-            for g, (shape, dtype) in zip(gradients, outputs(node), strict=True)
-        ]
-        call = call.apply
-    result = call(*gradients)
+    result = call.apply(*_all_given(node, gradients)) if is_function(node) else call(*gradients)
     return result if isinstance(result, tuple) else (result,)
+
+
+def _all_given(node: Node, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """The gradients with zeros for those that are ``None``, which a Python ``Function`` does not take."""
+    like = next(g for g in gradients if g is not None)
+    return [
+        torch.zeros(shape, dtype=dtype, device=like.device) if g is None else g
+        for g, (shape, dtype) in zip(gradients, outputs(node), strict=True)
+    ]
 
 
 def apply_with(
     node: Node, gradients: Sequence[Tensor | None], change: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Call a Python ``Function``'s backward as :func:`apply` does, with what its forward saved changed."""
-    like = next(g for g in gradients if g is not None)
-    full = [
-        torch.zeros(shape, dtype=dtype, device=like.device) if g is None else g
-        for g, (shape, dtype) in zip(gradients, outputs(node), strict=True)
-    ]
-    kept = [None if tensor is None else change(tensor) for tensor in node.saved_tensors]  # type: ignore[attr-defined]
-    function: Any = type(node)
-    result = function._forward_cls.backward(_Context(node, kept), *full)
+    function: Any = node
+    kept = [None if tensor is None else change(tensor) for tensor in function.saved_tensors]
+    result = type(function)._forward_cls.backward(_Context(node, kept), *_all_given(node, gradients))
     return result if isinstance(result, tuple) else (result,)
 
 

@@ -100,6 +100,10 @@ class LiveCapture:
         for use in found.uses:
             self._records.add(use.record)
             use.record.hold()
+        if forward.is_measured:
+            for tensor in by_row:  # before all other hooks
+                hook = forward.hook_of_output(tensor.output_nr, self._batch_dim, samples)
+                self._handles.append(graph.node_of(tensor).register_prehook(hook))
         self._watch(forward, [t for t in outputs if self._rows(t) != rows])
 
     def _random(self, tensor: Tensor) -> Tensor:

@@ -26,6 +26,12 @@ class Samples:
         """Spread weights of the samples ``[N]`` over their rows, ``[rows]``."""
         return weights if self.ids is None else weights[self.ids.to(weights.device)]
 
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Samples ``[N]`` of which some row is marked, from marks of the rows, ``[rows]``."""
+        if self.ids is None:
+            return rows
+        return rows.new_zeros(self.count).index_put((self.ids.to(rows.device)[rows],), rows.new_ones(()))
+
 
 def samples_of(rows: int, sample_ids: Tensor | None) -> Samples:
     """The samples of a batch with so many rows.

@@ -30,7 +30,7 @@ class ClippedSum(Quantity):
     Raises:
         UsageError: ``max_norm`` is not positive.
 
-    Edge cases: a sample whose norm is not finite has a factor of zero and adds nothing at all, not even a NaN; a
+    Edge cases: a sample whose norm is not finite (or too large to be squared in its dtype) has a factor of zero and adds nothing at all, not even a NaN; a
     sample without gradients has a factor of one.
 
     References:

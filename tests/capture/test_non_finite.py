@@ -187,3 +187,30 @@ def test_reach_tells_a_factor_of_zero_from_no_path() -> None:
     leaf = next(node for node in walk.order() if graph.accumulated_variable(node) is x)
     found = owners_by_reach(walk, {(graph.node_of(losses), 0): torch.arange(2)}, [(leaf, 0)], 2)
     assert bool((found[leaf, 0] == NOBODY).all())
+
+
+@pytest.mark.parametrize("ids", [None, [0, 1, 2, 3]])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_saturated_sample_of_infinite_loss_is_not_finite(way: str, ids: list[int] | None) -> None:
+    # The derivative of the sigmoid is exactly zero there: what is measured with a finite loss does not show the sample.
+    model = wired(
+        lambda self, x: torch.sigmoid(self.layer(x)[:, 0] * self.scale[0]),
+        layer=nn.Linear(3, 1),
+        scale=nn.ParameterList([nn.Parameter(torch.ones(1))]),
+    ).double()
+    x = draw(4, 3)
+    x.data[2] = 1e4 * model.layer.weight.detach()[0].sign()
+    for _ in range(4):
+        losses = lambda: -torch.log1p(-model(x))  # noqa: E731
+        sample_ids = None if ids is None else torch.tensor(ids)
+        if way == "backward":
+            found = gradbatch.backward(model, losses(), BatchGrad(), sample_ids=sample_ids)[BatchGrad]
+        else:
+            options = {"loss_reduction": "sum", "sample_ids": sample_ids}
+            with gradbatch.compute(model, BatchGrad(), **options) as results:
+                losses().sum().backward()
+            found = results[BatchGrad]
+        bad = 2 if ids is None else ids[2]
+        for gradient in found.values():
+            finite = gradient.flatten(1).isfinite().all(1)
+            assert not finite[bad] and finite.sum() == len(finite) - 1
