@@ -30,8 +30,8 @@ class ClippedSum(Quantity):
     Raises:
         UsageError: ``max_norm`` is not positive.
 
-    Edge cases: a sample whose norm is not finite (or too large to be squared in its dtype) has a factor of zero and adds nothing at all, not even a NaN; a
-    sample without gradients has a factor of one.
+    Edge cases: a sample whose norm is not finite (or too large to be squared in its dtype) has a factor of zero and
+    adds nothing at all, not even a NaN; a sample without gradients has a factor of one.
 
     References:
         Deep Learning with Differential Privacy (Abadi et al., 2016), https://arxiv.org/abs/1607.00133
