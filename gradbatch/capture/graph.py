@@ -161,7 +161,7 @@ def outputs(node: Node) -> list[tuple[torch.Size, torch.dtype]]:
 
 def shapes(node: Node) -> tuple[tuple[int, ...], ...]:
     """Shapes of what a node computes, read faster."""
-    return tuple([tuple(entry.shape) for entry in node._input_metadata])  # type: ignore[attr-defined]
+    return tuple([tuple(entry.shape) for entry in node._input_metadata])
 
 
 def input_shape(node: Node, slot: int) -> torch.Size:
