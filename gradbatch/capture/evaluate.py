@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from gradbatch.capture.undisturbed import readable
 from gradbatch.capture.uses import Use
 from gradbatch.errors import GradBatchError, RuleError, SlowPathWarning, UnsupportedLayer
 from gradbatch.factors import Dense, PerSampleGrad
+from gradbatch.factors.base import full_precision
 from gradbatch.plans.contractions import Planner
 from gradbatch.rules import Call, Layout, RuleFunction
 
@@ -29,9 +30,7 @@ from gradbatch.rules import Call, Layout, RuleFunction
 @contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """No graph, and no autocast to lower precision, whatever the surroundings are."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast(device.type, enabled=False))
+    with torch.no_grad(), full_precision(device):
         yield
 
 
