@@ -79,7 +79,7 @@ def check_force(force: Mapping[str, str]) -> None:
 
 @lru_cache(maxsize=4096)
 def candidates(
-    operation: str, sizes: Sizes, budget: int, force: tuple[tuple[str, str], ...], centered: bool
+    operation: str, sizes: Sizes, budget: int, force: tuple[tuple[str, str], ...]
 ) -> tuple[Plan, ...]:
     """Every plan that can evaluate an operation, the fastest by the cost model first; the forced one alone."""
     forced = dict(force)
@@ -92,7 +92,7 @@ def candidates(
         costs = {(name, kernels[0]): cost_without_dense(operation, sizes) for name in names}
     else:
         direct = PLANS[operation][0]
-        if direct != "squares" or (sizes.t == 1 and not centered):
+        if direct != "squares" or sizes.t == 1:
             costs[direct, kernels[0]] = cost_without_dense(operation, sizes)
         costs |= {("dense", kernel): cost_from_dense(operation, sizes, kernel) for kernel in kernels}
     name = forced.get(operation, "")

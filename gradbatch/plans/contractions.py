@@ -8,7 +8,6 @@ their digits that way are found and materialised.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,14 +22,20 @@ from gradbatch.plans.choice import (
     check_force,
     check_operation as check_operation,
 )
-from gradbatch.plans.convolutions import Patches
 from gradbatch.plans.costs import FLOPS_FETCHED, FLOPS_READ, Sizes
 from gradbatch.plans.kernels import Operand as Operand, Tile
 from gradbatch.plans.measured import Timings, key_of
-
-AnyOperand = TypeVar("AnyOperand", bound=Operand)
+from gradbatch.plans.operands import (
+    accumulation_dtype as accumulation_dtype,
+    promoted,
+    select as select,
+    window_of,
+)
 
 DEFAULT_BUDGET = 256 * 2**20
+
+# A difference of sums that is smaller than they are by this factor has lost digits.
+_CANCELLED = 16
 
 
 class Planner:
@@ -80,7 +85,6 @@ class Planner:
         right: Operand,
         others: tuple[Tensor, Operand] | None = None,
         count: int = 1,
-        centered: bool = False,
     ) -> Plan:
         """How an operation is evaluated; before anything was measured, by the cost model.
 
@@ -90,13 +94,12 @@ class Planner:
             right: ``[N, G, D, T]``.
             others: the second left and right of ``inner`` and ``gram``; by default those of the first.
             count: number of weight vectors or directions.
-            centered: whether ``sum_of_squares`` has a center.
 
         Raises:
             UsageError: for an unknown operation.
         """
-        sizes, plans = self._candidates(operation, left, right, others, count, centered)
-        known = self._timings.best.get(key_of(operation, sizes, left, right, centered))
+        sizes, plans = self._candidates(operation, left, right, others, count)
+        known = self._timings.best.get(key_of(operation, sizes, left, right))
         return plans[0] if known is None else known[0]
 
     def _candidates(
@@ -106,7 +109,6 @@ class Planner:
         right: Operand,
         others: tuple[Tensor, Operand] | None,
         count: int,
-        centered: bool,
     ) -> tuple[Sizes, tuple[Plan, ...]]:
         check_operation(operation)
         left2, right2 = others or (left, right)
@@ -122,10 +124,10 @@ class Planner:
             k=count,
             itemsize=dtype.itemsize,
             pair=others is not None,
-            window=max(_window(right), _window(right2)),
+            window=max(window_of(right), window_of(right2)),
             cuda=left.device.type == "cuda",
         )
-        return sizes, candidates(operation, sizes, self.budget, tuple(sorted(self.force.items())), centered)
+        return sizes, candidates(operation, sizes, self.budget, tuple(sorted(self.force.items())))
 
     def _evaluate(
         self,
@@ -135,13 +137,12 @@ class Planner:
         right: Operand,
         others: tuple[Tensor, Operand] | None = None,
         count: int = 1,
-        centered: bool = False,
     ) -> Tensor:
         """Run the best plan."""
-        sizes, plans = self._candidates(operation, left, right, others, count, centered)
+        sizes, plans = self._candidates(operation, left, right, others, count)
         if not self.measure or len(plans) == 1:
             return run(plans[0])
-        return self._timings.run(key_of(operation, sizes, left, right, centered), plans, run, left.device)
+        return self._timings.run(key_of(operation, sizes, left, right), plans, run, left.device)
 
     def pays_to_keep(self, operations: Sequence[str], left: Tensor, right: Operand, room: int) -> bool:
         """Whether several operations are faster from gradients that are materialised once and kept.
@@ -155,18 +156,18 @@ class Planner:
         """
         if self.force:
             return False
-        sizes, (dense, *_) = self._candidates("dense", left, right, None, 1, False)
+        sizes, (dense, *_) = self._candidates("dense", left, right, None, 1)
         elements = math.prod(kernels.shape_of(left, right))
         kept = elements * sizes.itemsize
         if kept > room:
             return False
         fetched = 0 if sizes.cuda or kept <= RECYCLED else FLOPS_FETCHED * elements
-        apart = sum(self._candidates(name, left, right, None, 1, False)[1][0].time for name in operations)
+        apart = sum(self._candidates(name, left, right, None, 1)[1][0].time for name in operations)
         return dense.time + fetched + FLOPS_READ * elements * len(operations) < apart
 
     def dense(self, left: Tensor, right: Operand, out: Tensor | None = None) -> Tensor:
         """Per-sample gradients, ``[N, G, P, D]``, in memory of the caller's if there is some."""
-        left, right = _promoted(left, right)
+        left, right = promoted(left, right)
 
         def run(plan: Plan) -> Tensor:
             if out is None:
@@ -180,14 +181,14 @@ class Planner:
 
     def sum(self, left: Tensor, right: Operand) -> Tensor:
         """Sum over samples, ``[G, P, D]``."""
-        left, right = _promoted(left, right)
+        left, right = promoted(left, right)
         return self._evaluate(
             lambda plan: kernels.summed(left, right, plan.tile, plan.name == "native"), "sum", left, right
         )
 
     def weighted_sum(self, left: Tensor, right: Operand, weights: Tensor) -> Tensor:
         """Weighted sums for ``weights [K, N]``, ``[K, G, P, D]``."""
-        left, right, weights = _promoted(left, right, weights)
+        left, right, weights = promoted(left, right, weights)
 
         def run(plan: Plan) -> Tensor:
             if plan.name == "dense":
@@ -199,7 +200,7 @@ class Planner:
 
     def squared_norm(self, left: Tensor, right: Operand) -> Tensor:
         """Squared norms, ``[N]``, never negative."""
-        left, right = _promoted(left, right)
+        left, right = promoted(left, right)
 
         def run(plan: Plan) -> Tensor:
             if plan.name == "dense":
@@ -215,7 +216,7 @@ class Planner:
 
     def inner(self, left: Tensor, right: Operand, left2: Tensor, right2: Operand) -> Tensor:
         """Inner products of each sample's two gradients, ``[N]``; exact to rounding of the product of the norms."""
-        left, right, left2, right2 = _promoted(left, right, left2, right2)
+        left, right, left2, right2 = promoted(left, right, left2, right2)
 
         def norms(index: Tensor) -> Tensor:
             first = self.squared_norm(left[index], select(right, index))
@@ -246,10 +247,10 @@ class Planner:
         Without a second left and right, those of the first with themselves: exactly symmetric, squared norms on the
         diagonal.
         """
-        left, right = _promoted(left, right)
+        left, right = promoted(left, right)
         others = None
         if left2 is not None and right2 is not None:
-            left, right, *others = _promoted(left, right, left2, right2)
+            left, right, *others = promoted(left, right, left2, right2)
         second = (others[0], others[1]) if others else None
 
         def run(plan: Plan) -> Tensor:
@@ -280,15 +281,28 @@ class Planner:
     def sum_of_squares(self, left: Tensor, right: Operand, center: Tensor | None = None) -> Tensor:
         """Sums over samples of squared differences from ``center [G, P, D]``, ``[G, P, D]``; never negative."""
         if center is not None:
-            left, right, center = _promoted(left, right, center)
-        left, right = _promoted(left, right)
+            left, right, center = promoted(left, right, center)
+        left, right = promoted(left, right)
 
         def run(plan: Plan) -> Tensor:
-            if plan.name == "squares":
-                return self.sum(left.square(), kernels.columns(right).square())
-            return kernels.sum_of_squares(left, right, center, plan.tile, plan.kernel)
+            if plan.name != "squares":
+                return kernels.sum_of_squares(left, right, center, plan.tile, plan.kernel)
+            squares = self.sum(left.square(), kernels.columns(right).square())
+            return squares if center is None else self._centered(squares, left, right, center)
 
-        return self._evaluate(run, "sum_of_squares", left, right, centered=center is not None)
+        return self._evaluate(run, "sum_of_squares", left, right)
+
+    def _centered(self, squares: Tensor, left: Tensor, right: Operand, center: Tensor) -> Tensor:
+        """Sums of squared differences from sums of squares, but for output rows in which these cancel."""
+        around = left.shape[0] * center.square()
+        value = squares - 2 * center * self.sum(left, right) + around
+        lost = ~(value >= (squares + around) / _CANCELLED)
+        rows = lost.any(2).any(0).nonzero()[:, 0]
+        if len(rows):
+            exact = self.forcing(sum_of_squares="dense")
+            again = exact.sum_of_squares(left[:, :, rows], right, center[:, rows])
+            value = value.index_copy(1, rows, again)
+        return value
 
     def dot(self, left: Tensor, right: Operand, direction: Tensor) -> Tensor:
         """Inner products with ``direction [G, P, D]``, ``[N]``."""
@@ -299,7 +313,7 @@ class Planner:
         return self._projected("project", left, right, directions)
 
     def _projected(self, operation: str, left: Tensor, right: Operand, directions: Tensor) -> Tensor:
-        left, right, directions = _promoted(left, right, directions)
+        left, right, directions = promoted(left, right, directions)
 
         def run(plan: Plan) -> Tensor:
             if plan.name == "dense":
@@ -317,30 +331,6 @@ class Planner:
         for start, stop in kernels.spans(len(lost), self.budget // max(1, bytes_each)) if len(lost) else ():
             index = lost[start:stop]
             yield index, self.dense(left[index], select(right, index))
-
-
-def _window(operand: Operand) -> int:
-    return math.prod(operand.window.kernel) if isinstance(operand, Patches) else 0
-
-
-def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype that operands of these are computed in: the widest of them, at least float32."""
-    widest = torch.float32
-    for dtype in dtypes:
-        widest = torch.promote_types(widest, dtype)
-    return widest
-
-
-def select(operand: AnyOperand, index: Tensor) -> AnyOperand:
-    """Take the samples at ``index``."""
-    chosen = operand[index] if isinstance(operand, Tensor) else operand.select(index)
-    return cast(AnyOperand, chosen)
-
-
-def _promoted(*operands: Any) -> Any:
-    """Cast tensors and patches to the dtype they are computed in; each keeps its type."""
-    dtype = accumulation_dtype(*(operand.dtype for operand in operands))
-    return [operand if operand.dtype == dtype else operand.to(dtype) for operand in operands]
 
 
 def _cancelled(left: Tensor, right: Operand, norms: Tensor, tile: Tile) -> Tensor:

@@ -57,10 +57,10 @@ class Timings:
         return result
 
 
-def key_of(operation: str, sizes: Sizes, left: Tensor, right: Operand, centered: bool) -> Hashable:
+def key_of(operation: str, sizes: Sizes, left: Tensor, right: Operand) -> Hashable:
     """What the fastest plan depends on."""
     image = (right.window, right.source.shape, right.positions) if isinstance(right, Patches) else None
-    return operation, sizes, image, left.dtype, left.device, centered
+    return operation, sizes, image, left.dtype, left.device
 
 
 def _now(device: torch.device) -> float:
