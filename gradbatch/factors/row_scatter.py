@@ -49,10 +49,13 @@ class RowScatter(PerSampleGrad):
         self.ids, self.values = ids, values
 
     def _dense(self) -> Tensor:
+        return self._dense_into(self.values.new_empty(self.num_samples, *self.shape, dtype=self.dtype))
+
+    def _dense_into(self, out: Tensor) -> Tensor:
         samples, rows, values = self._entries(self.dtype)
-        table = values.new_zeros(self.num_samples * self.shape[0], self.shape[1])
-        table = table.index_add(0, samples * self.shape[0] + rows, values)
-        return table.reshape(self.num_samples, *self.shape)
+        table = out.zero_().view(self.num_samples * self.shape[0], self.shape[1])
+        table.index_add_(0, samples * self.shape[0] + rows, values)
+        return out
 
     def _select(self, index: Tensor) -> "RowScatter":
         return RowScatter(self.ids[index], self.values[index], self.shape)
