@@ -34,7 +34,8 @@ def reduce_all(
     operations = [operation for quantity in quantities for operation in quantity.operations]
     tensors: list[dict[str, Tensor]] = [{} for _ in quantities]
     kept = dict(grads)
-    if any(quantity.joint for quantity in quantities):
+    joint = any(quantity.joint for quantity in quantities)
+    if joint:
         room = budget
         for name, grad in grads.items():
             kept[name] = grad.keep(operations, room)
@@ -43,7 +44,7 @@ def reduce_all(
         quantities = [quantity.prepare(kept) for quantity in quantities]
     for name, grad in kept.items():
         olds = [old.get(name) for old in earlier] or [None] * len(tensors)
-        once = grad.keep(operations, budget)
+        once = grad if joint else grad.keep(operations, budget)
         for into, quantity, old in zip(tensors, quantities, olds, strict=True):
             with full_precision(grad.device):
                 into[name] = quantity.reduce_into(once, old)

@@ -138,3 +138,19 @@ def test_two_bounds_are_two_results() -> None:
     results = gradbatch.backward(model, losses_of(model, x), tight, loose)
     assert not torch.allclose(results[tight]["5.bias"], results[loose]["5.bias"])
     assert results[ClippedSum(1e6)] is results[loose]
+
+
+def test_what_there_is_no_room_to_keep_is_not_materialised_for_the_sum_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    keep = gradbatch.OuterProduct.keep
+
+    def counted(self: gradbatch.OuterProduct, operations: list[str], room: int) -> gradbatch.PerSampleGrad:
+        asked.append(room)
+        return keep(self, operations, room)
+
+    monkeypatch.setattr(gradbatch.OuterProduct, "keep", counted)
+    model = gradbatch.extend(nn.Linear(3, 2))
+    gradbatch.backward(model, losses_of(model, torch.randn(4, 3)), ClippedSum(1.0))
+    assert len(asked) == 1
