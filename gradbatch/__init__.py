@@ -10,6 +10,7 @@ from gradbatch.api import (
 from gradbatch.errors import (
     CoupledSamples as CoupledSamples,
     GradBatchError as GradBatchError,
+    QuantityError as QuantityError,
     RuleError as RuleError,
     SlowPathWarning as SlowPathWarning,
     StaleCapture as StaleCapture,

@@ -125,11 +125,12 @@ def backward(
         Results by quantity and parameter name. Gradients are those of each sample's own loss, never scaled by 1/N.
 
     Raises:
-        UsageError: the model is not extended, the losses are not ``[N]`` with a graph, an unknown reduction, no
-            quantity, a pattern without a match.
+        UsageError: the model is not extended or all frozen, the losses are not ``[N]`` with a graph, an unknown
+            reduction, no quantity, a pattern without a match.
         UnsupportedLayer: a part of the model hides how parameters are used.
         CoupledSamples: a sample's gradient depends on other samples.
         StaleCapture: a tensor was changed between forward and backward.
+        RuleError, QuantityError: a layer rule or a quantity failed, or returned something else than it should.
 
     Edge cases: an empty batch gives empty results; a parameter that no loss depends on has zero gradients; frozen
     parameters have no results. If an error is raised, ``p.grad`` is as it was.
@@ -141,12 +142,12 @@ def backward(
         >>> gradbatch.backward(model, losses, gradbatch.BatchL2Grad())[gradbatch.BatchL2Grad].total()
         tensor([25.,  1.])
     """
-    check_request(model, quantities)
+    check_request(model, quantities, attach)
     if reduction not in (None, "mean", "sum"):
         raise UsageError(f'reduction is {reduction!r}; it is "mean", "sum", or None to leave p.grad alone')
-    check_losses(losses)
     check_out(out)
     selection = select(model, parameters, allows_coupling(samples_coupled))
+    check_losses(losses)
     _clear_attached(model)
     planner, results = planner or Planner(), Results()
     grads = capture_losses(losses, selection.names, planner, _memory(model), sample_ids).grads
@@ -213,6 +214,7 @@ def compute(
         quantities: what to compute, e.g. ``BatchGrad()``.
         loss_reduction: ``"mean"`` or ``"sum"``: how the loss is made of the samples' own losses. gradbatch cannot see
             that; with another normalisation (the mean over a varying number of tokens) use :func:`backward`.
+            ``losses.backward(weights)`` of a vector is a ``"sum"``, of losses that are multiplied with the weights.
         parameters: name pattern or patterns of the parameters to compute quantities of.
         attach: also set each result as an attribute of its parameter, under the quantity's name.
         sample_ids: where a sample has several rows of the outputs, the sample of each row, whole numbers from 0;
@@ -225,8 +227,9 @@ def compute(
 
     Raises:
         GradBatchError: as :func:`backward`; also where no forward or no backward pass happened in the context, where
-            something outside of the model's forward contributes to a gradient, and inside another context of the same
-            model. Then there are no results, but ``p.grad`` is what the user's backward made it.
+            something outside of the model's forward contributes to a gradient, where a mean was promised and the pass
+            started from a vector, and inside another context of the same model. Then there are no results, but
+            ``p.grad`` is what the user's backward made it.
 
     Edge cases: a pass that reaches no parameter (``torch.autograd.grad(loss, input)``) does not count.
 
@@ -238,7 +241,7 @@ def compute(
         >>> torch.allclose(results[gradbatch.BatchGrad]["weight"].mean(0), model.weight.grad)
         True
     """
-    check_request(model, quantities)
+    check_request(model, quantities, attach)
     check_out(out)
     if loss_reduction not in ("mean", "sum"):
         raise UsageError(

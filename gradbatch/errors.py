@@ -1,7 +1,7 @@
 """The errors of gradbatch: each says what was wrong, where, and what to do about it.
 
 Every error is a :class:`GradBatchError`, so that one ``except`` catches what gradbatch refuses and nothing else. The
-kinds are told apart by who has to act: the caller, the author of the model, or the author of a rule.
+kinds are told apart by who has to act: the caller, the author of the model, or the author of a rule or a quantity.
 """
 
 
@@ -26,7 +26,11 @@ class StaleCapture(GradBatchError):
 
 
 class RuleError(GradBatchError):
-    """A layer rule returned something that cannot be its parameters' per-sample gradients."""
+    """A layer rule failed, or returned something that cannot be its parameters' per-sample gradients."""
+
+
+class QuantityError(GradBatchError):
+    """A quantity failed, or returned something that is no tensor; what it raised is the ``__cause__``."""
 
 
 class SlowPathWarning(UserWarning):

@@ -9,6 +9,7 @@ from torch import Tensor
 from gradbatch.factors import PerSampleGrad
 from gradbatch.factors.base import full_precision
 from gradbatch.quantities import Quantity
+from gradbatch.quantities.calls import prepare, reduce
 
 
 def reduce_all(
@@ -41,11 +42,11 @@ def reduce_all(
             kept[name] = grad.keep(operations, room)
             if kept[name] is not grad:
                 room -= grad.num_samples * grad.shape.numel() * grad.dtype.itemsize
-        quantities = [quantity.prepare(kept) for quantity in quantities]
+        quantities = [prepare(quantity, kept) for quantity in quantities]
     for name, grad in kept.items():
         olds = [old.get(name) for old in earlier] or [None] * len(tensors)
         once = grad if joint else grad.keep(operations, budget)
         for into, quantity, old in zip(tensors, quantities, olds, strict=True):
             with full_precision(grad.device):
-                into[name] = quantity.reduce_into(once, old)
+                into[name] = reduce(quantity, name, once, old)
     return list(zip(quantities, tensors, strict=True))

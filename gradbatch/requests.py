@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from gradbatch.capture.hooks import recorder_of
 from gradbatch.errors import UsageError
+from gradbatch.plans.choice import PLANS
 from gradbatch.quantities import Quantity
 from gradbatch.results import Results
 
 
-def check_request(model: nn.Module, quantities: Sequence[Quantity]) -> None:
-    """Refuse what is no extended model, or no list of quantities (:class:`UsageError`)."""
+def check_request(model: nn.Module, quantities: Sequence[Quantity], attach: bool = False) -> None:
+    """Refuse what is no extended model, or no list of quantities (:class:`UsageError`).
+
+    Args:
+        model: the model.
+        quantities: what was asked for.
+        attach: whether results become attributes of the parameters.
+    """
     if not isinstance(model, nn.Module):
         raise UsageError(f"the first argument is the extended model, not a {type(model).__name__}")
     if all(recorder_of(module) is None for module in model.modules()):
@@ -23,12 +31,63 @@ def check_request(model: nn.Module, quantities: Sequence[Quantity]) -> None:
     if not quantities:
         raise UsageError("no quantity asked for; pass one or more, such as gradbatch.BatchGrad()")
     for quantity in quantities:
-        if isinstance(quantity, type) and issubclass(quantity, Quantity):
-            raise UsageError(f"{quantity.__name__} is a class; pass an instance, {quantity.__name__}()")
-        if not isinstance(quantity, Quantity):
+        _check_quantity(quantity)
+    if attach:
+        _check_attributes(quantities)
+
+
+def _check_attributes(quantities: Sequence[Quantity]) -> None:
+    """Refuse names that attributes of a parameter cannot have."""
+    found: dict[str, Quantity] = {}
+    for quantity in quantities:
+        if hasattr(Tensor, quantity.name):
             raise UsageError(
-                f"a quantity is an instance of gradbatch.Quantity, not a {type(quantity).__name__}"
+                f"attach: {type(quantity).__name__} is named {quantity.name!r}, which every tensor has already; choose "
+                "another name, or read the results"
             )
+        if found.setdefault(quantity.name, quantity) is not quantity:
+            raise UsageError(
+                f"attach: {found[quantity.name]!r} and {quantity!r} are both named {quantity.name!r}, and the "
+                "parameters would have the last one; read the results, or ask for one of them"
+            )
+
+
+def _check_quantity(quantity: object) -> None:
+    if isinstance(quantity, type) and issubclass(quantity, Quantity):
+        raise UsageError(
+            f"{quantity.__name__} is a class; pass an instance, such as {_instance_of(quantity)}"
+        )
+    if not isinstance(quantity, Quantity):
+        hints = {
+            str: '; quantities are objects, such as BatchGrad(), and options go by name, such as reduction="mean"',
+            Sequence: "; pass several one by one, as in backward(model, losses, BatchGrad(), BatchL2Grad())",
+            Tensor: "; the losses come before the quantities, as one vector [N]",
+        }
+        raise UsageError(
+            f"a quantity is an instance of gradbatch.Quantity, not a {type(quantity).__name__}"
+            f"{next((hint for kind, hint in hints.items() if isinstance(quantity, kind)), '')}"
+        )
+    kind = type(quantity)
+    if not isinstance(getattr(quantity, "name", None), str):
+        raise UsageError(f'{kind.__name__} has no name; give the class one: name = "{kind.__name__.lower()}"')
+    if kind.prepare is not Quantity.prepare and not quantity.joint:
+        raise UsageError(f"{kind.__name__}.prepare would never be called; set joint = True in the class")
+    operations: object = quantity.operations
+    if not isinstance(operations, (tuple, list)) or not set(operations) <= PLANS.keys():
+        raise UsageError(
+            f"{kind.__name__}.operations is {operations!r}; it is a tuple of what reduce asks of a PerSampleGrad, from "
+            f"{', '.join(PLANS)}"
+        )
+
+
+def _instance_of(kind: type[Quantity]) -> str:
+    """How an instance is made: with those arguments that have no default."""
+    if inspect.isabstract(kind):
+        return "gradbatch.BatchGrad()"
+    arguments = inspect.signature(kind).parameters.values()
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [a.name for a in arguments if a.default is a.empty and a.kind not in several]
+    return f"{kind.__name__}({', '.join(f'{name}=...' for name in needed)})"
 
 
 def allows_coupling(samples_coupled: str) -> bool:
@@ -54,7 +113,8 @@ def check_losses(losses: Tensor) -> None:
         )
     if losses.grad_fn is None:
         raise UsageError(
-            "the losses have no graph: compute them with gradients enabled, from the extended model"
+            "the losses have no graph: compute them from the extended model, with gradients enabled (not under "
+            "torch.no_grad) and without detach() on the way"
         )
     if losses.is_complex():
         raise UsageError("the losses are complex; a loss is a real number")

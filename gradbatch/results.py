@@ -42,8 +42,8 @@ class QuantityResult(Mapping[str, Tensor]):
         if name is None:
             given = f"a parameter of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
             raise NoSuchResult(
-                f"no {self.quantity.name} for {given}: it is no parameter of the model, was frozen, or was left out by "
-                f"parameters=. There are: {', '.join(self._tensors)}"
+                f"no {type(self.quantity).__name__} for {given}: it is no parameter of the model, was frozen, or was "
+                f"left out by parameters=. There are: {', '.join(self._tensors)}"
             )
         return self._tensors[name]
 
@@ -66,16 +66,21 @@ class QuantityResult(Mapping[str, Tensor]):
         Returns: ``[N]`` for squared norms, ``[N, N]`` for Gram matrices.
 
         Raises:
-            UsageError: the quantity is not a sum over parameters.
+            UsageError: the quantity is not a sum over parameters, or has other shapes for some than for others.
         """
         if not self.quantity.additive:
             raise UsageError(
                 f"{type(self.quantity).__name__} has no total over parameters; norms and dot products have one "
                 "(a quantity of yours: set additive = True if it adds up over parameters)"
             )
-        first, *rest = self._tensors.values()
+        (name, first), *rest = self._tensors.items()
         total = first.clone()
-        for tensor in rest:
+        for other, tensor in rest:
+            if tensor.shape != total.shape:
+                raise UsageError(
+                    f"{type(self.quantity).__name__} does not add up over parameters: it has shape "
+                    f"{list(total.shape)} for {name} and {list(tensor.shape)} for {other}. Set additive = False"
+                )
             total = total + tensor.to(total.device)
         return total
 
@@ -106,10 +111,7 @@ class Results(Mapping[Quantity, QuantityResult]):
         else:
             found = [result for result in computed if result.quantity is key or result.quantity == key][:1]
         if not found:
-            raise NoSuchResult(
-                f"{getattr(key, '__name__', repr(key))} was not computed; there are: "
-                f"{', '.join(repr(result.quantity) for result in computed)}"
-            )
+            raise NoSuchResult(_missing(key, computed))
         return found[0]
 
     def __iter__(self) -> Iterator[Quantity]:
@@ -127,3 +129,15 @@ class Results(Mapping[Quantity, QuantityResult]):
         if self._results is None:
             raise UsageError("the results are available after the with block ends; read them there")
         return self._results
+
+
+def _missing(key: object, computed: Sequence[QuantityResult]) -> str:
+    there = f"there are: {', '.join(repr(result.quantity) for result in computed)}"
+    if isinstance(key, Quantity) or (isinstance(key, type) and issubclass(key, Quantity)):
+        return f"{getattr(key, '__name__', repr(key))} was not computed; {there}"
+    given = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+    first = computed[0]
+    return (
+        f"{given} is no quantity: results are by class of the quantity, then by parameter, as in "
+        f"results[{type(first.quantity).__name__}][{next(iter(first))!r}]; {there}"
+    )

@@ -43,7 +43,6 @@ def select(model: nn.Module, patterns: str | Iterable[str] | None, coupled: bool
     for module, path in modules.items():
         if couples_samples(module) and not coupled:
             raise CoupledSamples(coupling_message(path, type(module)))
-    wanted = None if patterns is None else [patterns] if isinstance(patterns, str) else list(patterns)
     aliases: dict[nn.Parameter, list[str]] = {}
     owners: dict[nn.Parameter, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -51,18 +50,7 @@ def select(model: nn.Module, patterns: str | Iterable[str] | None, coupled: bool
             if parameter is not None and parameter.requires_grad:
                 aliases.setdefault(parameter, []).append(f"{path}.{name}" if path else name)
                 owners.setdefault(parameter, module)
-    if not aliases:
-        raise UsageError(f"this {type(model).__name__} has no trainable parameters")
-    if wanted is not None:
-        for pattern in wanted:
-            if not any(fnmatchcase(name, pattern) for names in aliases.values() for name in names):
-                first = [names[0] for names in aliases.values()]
-                raise UsageError(f"parameters: {pattern!r} matches none of {', '.join(first)}")
-        aliases = {
-            parameter: names
-            for parameter, names in aliases.items()
-            if any(fnmatchcase(name, pattern) for name in names for pattern in wanted)
-        }
+    aliases = matching(model, aliases, patterns)
     for parameter, names in aliases.items():
         if is_lazy(parameter):
             raise UsageError(f"{names[0]} has no shape yet: run one forward of the lazy layer, or freeze it")
@@ -77,3 +65,49 @@ def select(model: nn.Module, patterns: str | Iterable[str] | None, coupled: bool
                 "and imaginary parts, or leave it out with parameters="
             )
     return Selection(Names({p: names[0] for p, names in aliases.items()}, modules, owners, coupled), aliases)
+
+
+def matching(
+    model: nn.Module, names: Mapping[nn.Parameter, list[str]], patterns: str | Iterable[str] | None
+) -> dict[nn.Parameter, list[str]]:
+    """Those trainable parameters of a model of which a name matches a pattern.
+
+    Args:
+        model: the model.
+        names: of its trainable parameters.
+        patterns: as for :func:`select`.
+
+    Raises:
+        UsageError: nothing is trainable, there is no pattern, or one that matches nothing.
+    """
+    if not names:
+        raise UsageError(_nothing_trainable(model))
+    if patterns is None:
+        return dict(names)
+    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+    if not wanted:
+        raise UsageError("parameters: no pattern given; None stands for all parameters")
+    found = {
+        pattern: [p for p, own in names.items() if any(fnmatchcase(name, pattern) for name in own)]
+        for pattern in wanted
+    }
+    for pattern, parameters in found.items():
+        if not parameters:
+            every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+            frozen = any(fnmatchcase(name, pattern) for name in every)
+            words = "frozen parameters (requires_grad=False), but none of" if frozen else "none of"
+            raise UsageError(
+                f"parameters: {pattern!r} matches {words} {', '.join(own[0] for own in names.values())}"
+            )
+    matched = {p for parameters in found.values() for p in parameters}
+    return {p: own for p, own in names.items() if p in matched}
+
+
+def _nothing_trainable(model: nn.Module) -> str:
+    count = len(list(model.parameters()))
+    if not count:
+        return f"this {type(model).__name__} has no parameters, so there are no gradients to take"
+    return (
+        f"this {type(model).__name__} has no trainable parameters, all {count} are frozen (requires_grad=False). "
+        "Unfreeze those whose gradients you want before the forward, with requires_grad_(True)"
+    )

@@ -53,6 +53,9 @@ class Named(Scaled):
     def forward(self, ids, weights):
         return {"scaled": super().forward(ids, weights), "size": ids.shape}
 
+def frozen():
+    return nn.Linear(3, 2).requires_grad_(False)
+
 def zero():
     model = wrong()
     nn.init.zeros_(model[2].weight)
@@ -223,7 +226,16 @@ def test_a_function_that_mixes_the_samples_is_asked_for_another_target() -> None
         ("their_package.models:instance", ["--input", "inputs=2,3"], "unexpected keyword argument 'inputs'"),
         ("their_package.models:instance", ["--input", "2,3", "--input", "input=2,3"], "multiple values"),
         ("their_package.models:instance", ["--input", "2,3", "--device", "abacus"], "--device abacus"),
-        ("their_package.models:instance", ["--input", "2,3", "--parameters", "w"], "named like ['w']"),
+        (
+            "their_package.models:instance",
+            ["--input", "2,3", "--parameters", "w"],
+            "--parameters: 'w' matches none",
+        ),
+        (
+            "their_package.models:frozen",
+            ["--input", "2,3"],
+            "Error: this Linear has no trainable parameters, all 2 are frozen",
+        ),
     ],
 )
 def test_what_cannot_be_run_gives_two_and_says_why(target: str, arguments: list[str], message: str) -> None:

@@ -17,6 +17,7 @@ from gradbatch import (
     GradBatchError,
     StaleCapture,
     UsageError,
+    verify,
 )
 from tests.capture.reference import WAYS, assert_refused, draw, perceptron, sum_of_squares, wired
 
@@ -31,7 +32,7 @@ def test_every_error_is_a_gradbatch_error_and_a_runtime_error() -> None:
         for value in vars(gradbatch).values()
         if isinstance(value, type) and issubclass(value, Exception) and not issubclass(value, Warning)
     ]
-    assert len(kinds) == 7
+    assert len(kinds) == 8
     assert all(issubclass(kind, GradBatchError) and issubclass(kind, RuntimeError) for kind in kinds)
     assert all(kind.__doc__ for kind in kinds)
 
@@ -122,10 +123,21 @@ class TestTheModel:
             model, lambda: losses_of(model), UsageError, r"later\.weight has no shape yet.*forward"
         )
 
-    def test_a_model_without_trainable_parameters_is_refused(self) -> None:
+    @pytest.mark.parametrize("differentiated", [False, True])
+    def test_a_frozen_model_is_said_to_be_frozen(self, differentiated: bool) -> None:
         model = perceptron().requires_grad_(False)
-        x = draw(4, 3).requires_grad_()
-        assert_refused(model, lambda: sum_of_squares(model(x)), UsageError, "no trainable parameters")
+        x = draw(4, 3).requires_grad_(differentiated)
+        message = r"no trainable parameters, all 4 are frozen.*requires_grad_\(True\)"
+        assert_refused(model, lambda: sum_of_squares(model(x)), UsageError, message)
+        for run in (lambda: gradbatch.per_sample_grads(model, losses_of(model)), lambda: verify(model, x)):
+            with pytest.raises(UsageError, match=message):
+                run()
+
+    def test_a_model_without_parameters_is_said_to_have_none(self) -> None:
+        model, x = gradbatch.extend(nn.Sequential(nn.Tanh())), draw(4, 3).requires_grad_()
+        assert_refused(model, lambda: sum_of_squares(model(x)), UsageError, "Sequential has no parameters")
+        with pytest.raises(UsageError, match="Sequential has no parameters"):
+            verify(model, x)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -191,8 +203,15 @@ class TestTheRequest:
         ("quantities", "message"),
         [
             ((), r"no quantity.*BatchGrad\(\)"),
-            ((BatchGrad,), r"BatchGrad is a class.*BatchGrad\(\)"),
-            (("grad_batch",), r"instance of gradbatch\.Quantity, not a str"),
+            ((BatchGrad,), r"BatchGrad is a class.*BatchGrad\(\)$"),
+            ((gradbatch.ClippedSum,), r"ClippedSum is a class.*ClippedSum\(max_norm=\.\.\.\)$"),
+            ((BatchGrad(), gradbatch.WeightedSum), r"such as WeightedSum\(weights=\.\.\.\)$"),
+            ((gradbatch.Variance,), r"such as Variance\(\)$"),
+            ((gradbatch.Quantity,), r"Quantity is a class.*such as gradbatch\.BatchGrad\(\)$"),
+            (("grad_batch",), r"instance of gradbatch\.Quantity, not a str.*such as BatchGrad\(\)"),
+            ((BatchGrad(), "mean"), r'options go by name, such as reduction="mean"'),
+            (([BatchGrad(), BatchL2Grad()],), r"not a list; pass several one by one"),
+            ((torch.ones(4),), r"not a Tensor; the losses come before the quantities"),
             ((BatchGrad(), torch.sum), "not a builtin_function_or_method"),
         ],
     )
@@ -223,27 +242,16 @@ class TestTheRequest:
         ):
             gradbatch.per_sample_grads(model, losses_of(model), parameters=["0.*", "head.*"])
 
-    @pytest.mark.parametrize("key", ["weight", 3, None, ("0.weight",)])
-    def test_an_unknown_parameter_of_a_result_is_a_key_error_with_the_names_there_are(self, key: Any) -> None:
+    def test_a_pattern_of_frozen_parameters_alone_is_refused_with_the_trainable_ones(self) -> None:
         model = perceptron()
-        result = gradbatch.backward(model, losses_of(model), BatchGrad())[BatchGrad]
-        for error in (KeyError, UsageError):
-            with pytest.raises(error, match=r"There are: 0\.weight, 0\.bias"):
-                result[key]
-        with pytest.raises(UsageError, match=r"a parameter of shape \(5,\)"):
-            result[nn.Parameter(torch.zeros(5))]
-
-    def test_a_quantity_that_was_not_asked_for_is_a_key_error_with_those_there_are(self) -> None:
-        model = perceptron()
-        results = gradbatch.backward(model, losses_of(model), BatchGrad())
-        for error in (KeyError, UsageError):
-            with pytest.raises(error, match=r"BatchL2Grad was not computed; there are: BatchGrad\(\)"):
-                results[BatchL2Grad]
-
-    def test_a_total_of_what_does_not_add_up_is_refused(self) -> None:
-        model = perceptron()
-        with pytest.raises(UsageError, match=r"BatchGrad has no total.*additive"):
-            gradbatch.backward(model, losses_of(model), BatchGrad())[BatchGrad].total()
+        model[0].requires_grad_(False)
+        message = r"'0\.\*' matches frozen parameters.*none of 2\.weight, 2\.bias$"
+        with pytest.raises(UsageError, match=message):
+            gradbatch.per_sample_grads(model, losses_of(model), parameters="0.*")
+        with pytest.raises(UsageError, match=message):
+            verify(model, draw(4, 3), parameters=["2.*", "0.*"])
+        with pytest.raises(UsageError, match="no pattern given"):
+            gradbatch.per_sample_grads(model, losses_of(model), parameters=[])
 
     def test_weights_of_another_number_of_samples_are_refused_with_the_shapes(self) -> None:
         model = perceptron()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradbatch.verify import verify
+from gradbatch.verify import ParameterReport, Report, verify
 from gradbatch.verify.findings import MOST_ATTEMPTS
 from tests.test_verify import by_name, doubles
 
@@ -85,7 +85,7 @@ def test_layers_without_a_rule_are_checked_like_the_others() -> None:
     assert all(row.error == pytest.approx(0, abs=1e-12) for row in rows.values())
     unused = rows["unused.weight"]
     assert (unused.rule, unused.structure, unused.flops, unused.error) == ("", "", None, 0)
-    assert ["unused.weight", "3x3", *"–––", "unused", *"–––", "0"] in [
+    assert ["unused.weight", "3x3", *"–––", "unused", *"–––", "exact"] in [
         line.split() for line in str(report).splitlines()
     ]
     assert "10 parameters agree" in report.headline() and not report.notes()
@@ -175,3 +175,13 @@ def test_reentrant_checkpoints_are_compared_with_plain_backward_passes() -> None
     report.raise_for_mismatch()
     assert report.ok and report.reference == "one backward pass a sample" and len(report.parameters) == 4
     assert model[2].weight.grad.eq(1).all() and model[1].weight.grad is None
+
+
+def test_an_error_of_nothing_is_called_exact() -> None:
+    def report(*errors: float) -> Report:
+        rows = [ParameterReport(f"p{i}", torch.Size([2]), error=error) for i, error in enumerate(errors)]
+        return Report("Model", rows, 3, torch.float64, torch.device("cpu"), "torch.func.vmap", 1e-10)
+
+    assert report(0.0, 0.0).headline().endswith("2 parameters agree with torch.func.vmap exactly.")
+    assert [row[-1] for row in report(0.0, 3e-16).rows()] == ["exact", "3.0e-16"]
+    assert "within 1e-10, largest error 3.0e-16." in report(0.0, 3e-16).headline()

@@ -120,8 +120,8 @@ class Arrivals:
                 description
                 if description.endswith(END)
                 else f"{description} receives a gradient from outside of the model's forward, such as a penalty in the "
-                "loss or a second use of a weight, and no sample owns it. Call the model's layers inside its "
-                f"forward, or {END}"
+                "loss or a second use of a weight, and no sample owns it. Run the backward pass of a penalty outside "
+                f"of the context, call the model's layers inside its forward, or {END}"
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from gradbatch.capture.arguments import tensors_in
 from gradbatch.capture.explanation import Explanation
 from gradbatch.capture.layouts import words
 from gradbatch.capture.nodes import Cut, contributions
+from gradbatch.capture.records import version_of
 from gradbatch.capture.undisturbed import readable
 from gradbatch.capture.uses import Use
 from gradbatch.errors import GradBatchError, RuleError, SlowPathWarning, UnsupportedLayer
@@ -206,6 +207,7 @@ def _apply_rule(
     yielded = set()
     tensors = [*tensors_in((call.args, dict(call.kwargs))), *(g for g in gradients if g is not None)]
     borrowed = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    versions = [*map(version_of, tensors)]
     for name, grad in _yielded(rule.function, call, layer):
         if name not in use.record.parameters:
             raise RuleError(
@@ -233,6 +235,11 @@ def _apply_rule(
                 grad.values.clone()
             )  # results must not change with each other, or with the user's tensors
         yield parameter, grad.regroup(call.rows_per_sample) if call.rows_per_sample > 1 else grad
+    if [*map(version_of, tensors)] != versions:
+        raise RuleError(
+            f"{layer} changes an argument or an output gradient in place, which others read too; use the out-of-place "
+            "operation"
+        )
     missing = set(use.claimed) - yielded
     if missing:
         raise RuleError(f"{layer} yields nothing for {sorted(missing)}, which the layer's output depends on")
@@ -241,12 +248,20 @@ def _apply_rule(
 def _yielded(function: RuleFunction, call: Call, layer: str) -> Iterator[tuple[str, PerSampleGrad]]:
     """Run a rule, and say which rule it was if it fails."""
     try:
-        for item in function(call):
+        yielded: object = function(call)
+        if not isinstance(yielded, Iterable):
+            returned = "nothing" if yielded is None else f"a {type(yielded).__name__}"
+            raise RuleError(
+                f"it returns {returned}; let it yield pairs of a parameter's name and its PerSampleGrad"
+            )
+        for item in yielded:
             if not isinstance(item, tuple) or len(item) != 2:
                 raise RuleError(f"it yields {item!r}, not pairs of a parameter's name and its PerSampleGrad")
             yield item
     except GradBatchError as error:
         raise type(error)(f"{layer}: {error}") from error
+    except torch.OutOfMemoryError:
+        raise  # whoever catches it tries smaller batches, whatever it was raised in
     except Exception as error:
         shape = tuple(call.grad_output.shape) if isinstance(call.grad_output, Tensor) else "several outputs"
         raise RuleError(f"{layer} failed on an output gradient of shape {shape}: {error}") from error

@@ -13,6 +13,7 @@ from gradbatch.capture import checkpoints, graph, paths
 from gradbatch.capture.evaluate import Totals
 from gradbatch.capture.explanation import Explanation
 from gradbatch.capture.layouts import Owners
+from gradbatch.capture.roots import starts_from_vectors
 from gradbatch.capture.samples import Samples
 from gradbatch.capture.strays import NONE, Place, unseen_in
 from gradbatch.capture.undisturbed import readable
@@ -29,9 +30,6 @@ Hook = Callable[[Gradients], None]
 """What is done when the gradients of a node's outputs are there."""
 
 
-# Stands for the unseen elements where the layout was known before, all of it certain.
-
-
 @dataclass
 class Pass:
     """What one backward pass brought.
@@ -41,12 +39,14 @@ class Pass:
         calls: gradients of the anchored outputs of recorded calls, by the call's number; evaluated in the end.
         nodes: numbers of the cuts that it went through.
         broken: which samples' gradients at the model's outputs are not finite, ``[N]``; ``None``: not looked at.
+        is_no_mean: whether a mean was promised, but the pass was started from a vector.
     """
 
     totals: Totals
     calls: dict[int, list[Tensor | None]] = field(default_factory=dict)
     nodes: set[int] = field(default_factory=set)
     broken: Tensor | None = None
+    is_no_mean: bool = False
 
 
 class Forward:
@@ -178,9 +178,11 @@ class Forward:
         return take
 
     def _pass(self) -> Pass:
-        return self.passes.setdefault(
-            graph.current_pass(), Pass(Totals(self.found, self.samples, self._planner))
-        )
+        number = graph.current_pass()
+        if number not in self.passes:
+            totals = Totals(self.found, self.samples, self._planner)
+            self.passes[number] = Pass(totals, is_no_mean=self._scale != 1 and starts_from_vectors())
+        return self.passes[number]
 
     def _own(
         self,
@@ -206,7 +208,7 @@ class Forward:
             reached: identities of the parameters that each pass reached.
 
         Raises:
-            UsageError: a pass asked for some of the parameters that it could have reached.
+            UsageError: a pass asked for some of the parameters that it could have reached, or is no mean.
         """
         for number, current in list(self.passes.items()):
             fired = [node for i in current.calls for node, _ in self.found.uses[i].anchors]
@@ -216,6 +218,12 @@ class Forward:
             if not arrived & set(paths):
                 del self.passes[number]
                 continue
+            if current.is_no_mean:
+                raise UsageError(
+                    'compute: loss_reduction="mean" promises the mean over samples, but backward was started from a '
+                    "vector with a gradient argument, which sums. Call losses.mean().backward(); or say "
+                    'loss_reduction="sum", and the gradient argument weights the samples\' own losses'
+                )
             missing = self._skipped(current, fired) + [p for key, p in paths.items() if key not in arrived]
             if missing:
                 raise UsageError(

@@ -1,8 +1,8 @@
 """The autograd graph as a tape: walk it, and find every use of every parameter.
 
-This file and ``reentrant.py`` are the only ones of the package that touch what torch does not document (besides
-``node.next_functions`` and ``node.metadata``, which it does); each such access is one function, tested against the
-running torch.
+This file, ``reentrant.py`` and ``roots.py`` are the only ones of the package that touch what torch does not document
+(besides ``node.next_functions`` and ``node.metadata``, which it does); each such access is one function, tested against
+the running torch.
 """
 
 from __future__ import annotations

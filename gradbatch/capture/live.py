@@ -225,7 +225,10 @@ class LiveCapture:
             forward.drop_foreign_passes(self._arrivals.reached)
         groups = self._joined()
         if not groups:
-            raise UsageError("compute: no backward pass reached the model's parameters inside the context")
+            raise UsageError(
+                "compute: no backward pass reached the model's parameters inside the context; run loss.backward() "
+                "inside the with block"
+            )
         parts: list[dict[nn.Parameter, PerSampleGrad]] = []
         for group in groups:
             parts.append({})

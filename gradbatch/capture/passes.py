@@ -12,7 +12,7 @@ from gradbatch.capture.graph import Place
 from gradbatch.capture.owners import Differentiate
 from gradbatch.capture.reach import owners_by_reach
 from gradbatch.capture.undisturbed import readable
-from gradbatch.capture.uses import Use
+from gradbatch.capture.uses import Names, Use
 
 
 def pruned_pass(
@@ -21,6 +21,7 @@ def pruned_pass(
     uses: Sequence[Use],
     places: Sequence[Place],
     walk: graph.Walk,
+    names: Names,
 ) -> Differentiate:
     """A function that runs such a pass, from weights of the samples to the gradients.
 
@@ -30,11 +31,12 @@ def pruned_pass(
         uses: calls, whose gradients come as their rules take them; these come first.
         places: outputs of nodes, whose gradients come as they are.
         walk: the graph.
+        names: the layers.
     """
     edges = list(dict.fromkeys([*(place for use in uses for place in use.places), *places]))
 
     def run(weights: Tensor) -> list[list[Tensor | None]]:
-        with readable("the model's graph"):
+        with readable("the model's graph", lambda: _changed(walk, names)):
             found = differentiate(outputs, cotangents(weights), edges, walk)
         arrived = {edge: _strided(g) for edge, g in zip(edges, found, strict=True)}
         return _as_taken(arrived, uses, places)
@@ -91,6 +93,17 @@ def adjacent_tensors(walk: graph.Walk) -> Iterator[Tensor]:
             tensor = reference()
             if tensor is not None:
                 yield tensor
+
+
+def _changed(walk: graph.Walk, names: Names) -> list[str]:
+    """The parameters of recorded calls that were changed in place since the forward."""
+    records = {record: None for notes in walk.notes.values() for record, _ in notes}
+    found = [
+        f"{path}.{attribute}" if (path := names.modules.get(record.module)) else attribute
+        for record in records
+        for attribute in record.changed_parameters()
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _strided(gradient: Tensor | None) -> Tensor | None:

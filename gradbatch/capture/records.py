@@ -23,6 +23,16 @@ from gradbatch.rules import rule_for
 # What every module has, and torch looks after.
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 
+# What the caller is told of a graph whose gradients cannot be computed any more.
+FREED = (
+    "an earlier backward pass has freed this graph. Let gradbatch.backward do that pass too (reduction=...), pass "
+    "retain_graph=True to it, or run the forward again"
+)
+CHANGED = (
+    "changed in place after the forward, as optimizer.step() does, before its gradients were computed. Step after "
+    "gradbatch.backward, or behind the with block of gradbatch.compute; or run the forward again"
+)
+
 
 @dataclass(eq=False, slots=True)
 class Anchor:
@@ -149,6 +159,7 @@ class Record:
         self.refusal = refusal
         self.couples_samples = couples_samples(module)
         self.parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        self._versions = [*map(version_of, self.parameters.values())]
         self.input_nodes: set[Node] = set()
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
@@ -184,7 +195,7 @@ class Record:
         if self.refusal is None:
             self.args = tuple([self._detach(value) for value in args])
             self.kwargs = {name: self._detach(value) for name, value in kwargs.items()}
-        self._watched = [(name, t, _version(t)) for name, t in self._read_tensors(module)]
+        self._watched = [(name, t, version_of(t)) for name, t in self._read_tensors(module)]
         outputs = outputs_of(output)
         if outputs:
             self.outputs = [(item.shape, item.dtype, item.device) for item in outputs]
@@ -238,23 +249,25 @@ class Record:
         """
         layer = f"{name} ({self.module_type.__name__})"
         if self._released and not self._holds:
-            raise StaleCapture(
-                f"{layer}: an earlier backward pass has freed this graph. Pass retain_graph=True to that pass, or "
-                "run the forward again"
-            )
+            raise StaleCapture(f"{layer}: {FREED}")
         for tensor, version in self._inputs:
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 raise StaleCapture(
                     f"{layer}: its input of shape {tuple(tensor.shape)} was modified in place after the forward, so "
                     "its per-sample gradient cannot be computed. Use the out-of-place operation, or clone the input"
                 )
         for attribute, tensor, version in self._watched:
             current = getattr(self.module, attribute, None)
-            if current is not tensor or _version(tensor) != version:
-                raise StaleCapture(
-                    f"{layer}: {attribute} was changed between forward and backward. Take gradients before the "
-                    "optimizer step, or run the forward again"
-                )
+            if current is not tensor or version_of(tensor) != version:
+                raise StaleCapture(f"{layer}: {attribute} was {CHANGED}")
+
+    def changed_parameters(self) -> list[str]:
+        """Names of the parameters that were changed in place since the forward."""
+        return [
+            name
+            for (name, parameter), version in zip(self.parameters.items(), self._versions, strict=True)
+            if version_of(parameter) != version
+        ]
 
     def check_parameters(self, name: str) -> None:
         """Refuse a layer whose parameters were replaced since the forward (:class:`StaleCapture`)."""
@@ -278,7 +291,7 @@ class Record:
         """A copy of nested arguments without graph: a record must not keep alive the graph that it hangs on."""
         if isinstance(value, Tensor):
             detached = value.detach()
-            self._inputs.append((detached, _version(detached)))
+            self._inputs.append((detached, version_of(detached)))
             return detached
         if is_plain(value):
             return value
@@ -322,7 +335,8 @@ def couples_samples(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place."""
     # Inference tensors do not count versions; autograd does not save them either.
     return 0 if tensor.is_inference() else tensor._version
 

@@ -311,7 +311,12 @@ class _Search:
 
     def _pass_to(self, uses: Sequence[Use], places: Sequence[Place]) -> Differentiate:
         return pruned_pass(
-            self.outputs, lambda weights: self.cotangents(self.of_rows(weights)), uses, places, self.walk
+            self.outputs,
+            lambda weights: self.cotangents(self.of_rows(weights)),
+            uses,
+            places,
+            self.walk,
+            self.names,
         )
 
     def _untouched(self) -> AbstractContextManager[None]:

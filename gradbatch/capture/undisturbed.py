@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
+from gradbatch.capture.records import CHANGED, FREED
 from gradbatch.capture.uses import Names
 from gradbatch.errors import GradBatchError, StaleCapture, UnsupportedLayer
 
 # How torch says that what a node saved is not what it was.
-GONE = ("a second time", "already been freed", "modified by an inplace operation")
+CHANGED_IN_PLACE = "modified by an inplace operation"
+GONE = ("a second time", "already been freed", CHANGED_IN_PLACE)
+MOST_NAMED = 4
 
 
 @contextmanager
@@ -49,11 +53,16 @@ class _BehindTheGraph:
 
 
 @contextmanager
-def readable(layer: str) -> Iterator[None]:
-    """Say in words of ours why a node cannot be read."""
+def readable(layer: str, changed: Callable[[], Sequence[str]] = tuple) -> Iterator[None]:
+    """Say in words of ours why a node cannot be read.
+
+    Args:
+        layer: that it lies in.
+        changed: names the parameters that were changed in place since the forward, as far as that is known.
+    """
     try:
         yield
-    except (GradBatchError, Warning):
+    except (GradBatchError, Warning, torch.OutOfMemoryError):
         raise
     except Exception as error:
         message = str(error)
@@ -62,8 +71,15 @@ def readable(layer: str) -> Iterator[None]:
                 f"{layer}: a backward function failed when it was run again: {type(error).__name__}: {message}. "
                 "gradbatch runs the backward several times, on other gradients; let it change and free nothing itself"
             ) from error
+        freed = CHANGED_IN_PLACE not in message
+        if names := changed():
+            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+            besides = f". Besides, {FREED}" if freed else ""
+            raise StaleCapture(f"{', '.join(names[:MOST_NAMED])}{more}: {CHANGED}{besides}") from error
+        if freed:
+            raise StaleCapture(f"{layer}: {FREED}") from error
         raise StaleCapture(
-            f"{layer}: what autograd saved for the backward cannot be read any more ({message.partition('. ')[0]}). "
-            "It was changed in place after the forward, or an earlier backward pass freed the graph: clone it, pass "
-            "retain_graph=True, or run the forward again"
+            f"{layer}: a tensor that the backward needs was changed in place after the forward "
+            f"({message.partition('. ')[0]}). Clone it, or use the out-of-place operation; if it is a weight, take "
+            "gradients before optimizer.step(), or run the forward again"
         ) from error

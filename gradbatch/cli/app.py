@@ -34,7 +34,7 @@ class Precision(str, Enum):
 IN_OPTIONS = {
     "layer.eval()": "--eval",
     "parameters=": "--parameters",
-    "parameters: ": "--parameters: ",
+    "parameters: '": "--parameters: '",
     "Pass loss=, a function from the output to one loss a sample": (
         "Name a function that makes a model whose output has a row for each sample"
     ),

@@ -43,6 +43,9 @@ class Quantity(ABC):
     operations: ClassVar[tuple[str, ...]] = ("dense",)
     joint: ClassVar[bool] = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def prepare(self, grads: Mapping[str, PerSampleGrad]) -> Quantity:
         """What :meth:`reduce` is called of, once the gradients of all parameters are there; of use where ``joint``.
 

@@ -116,7 +116,9 @@ def layer_rule(
     """
     for kind in types:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-            raise UsageError(f"layer_rule takes subclasses of torch.nn.Module, not {kind!r}")
+            raise UsageError(
+                f"layer_rule takes subclasses of torch.nn.Module, as in @layer_rule(MyLayer), not {kind!r}"
+            )
     if not types:
         raise UsageError("layer_rule needs at least one layer type, as in @layer_rule(MyLayer)")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from gradbatch.blockmap import block_map
 from gradbatch.errors import UsageError
+from gradbatch.selection import matching
 from gradbatch.verify.findings import Gradients, coarsest_dtype, find
 from gradbatch.verify.forward import left_as_it_was, run
 from gradbatch.verify.reference import reference, relative_errors
@@ -132,16 +132,7 @@ def _wanted(model: nn.Module, patterns: str | Iterable[str] | None) -> dict[str,
             raise UsageError(f"{name} is not initialized yet; call the model once before verify")
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
-    wanted = None if patterns is None else [patterns] if isinstance(patterns, str) else list(patterns)
-    found = {
-        own[0]: parameter
-        for parameter, own in names.items()
-        if wanted is None or any(fnmatchcase(name, pattern) for name in own for pattern in wanted)
-    }
-    if not found:
-        which = "trainable parameters" if wanted is None else f"trainable parameter named like {wanted}"
-        raise UsageError(f"this {type(model).__name__} has no {which}: there is nothing to verify")
-    return found
+    return {own[0]: parameter for parameter, own in matching(model, names, patterns).items()}
 
 
 def _groups(model: nn.Module, name: str) -> int:

@@ -167,10 +167,8 @@ class Report:
             ending = f"{wrong} of {compared} {verb} from {self.reference} by more than {self.tolerance:.0e}"
         elif errors:
             verb = "agrees" if len(errors) == 1 else "agree"
-            ending = (
-                f"{compared} {verb} with {self.reference} within {self.tolerance:.0e}, "
-                f"largest error {_error(max(errors))}"
-            )
+            within = f"within {self.tolerance:.0e}, largest error {_error(max(errors))}"
+            ending = f"{compared} {verb} with {self.reference} {within if any(errors) else 'exactly'}"
         else:
             ending = "nothing could be compared"
         return (
@@ -241,7 +239,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _error(error: float) -> str:
-    return f"{error:.1e}" if error else "0"
+    return f"{error:.1e}" if error else "exact"
 
 
 def _count(number: int) -> str:

@@ -19,6 +19,7 @@ from tests.capture.reference import (
     expected,
     perceptron,
     sum_of_squares,
+    watched,
     wired,
 )
 
@@ -159,22 +160,6 @@ def test_a_refusal_leaves_grad_as_it_was() -> None:
     assert model.layer.weight.grad.eq(7.0).all() and model.layer.bias.grad is None
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_optimizer_step_between_forward_and_backward_is_noticed(way: str) -> None:
-    model, x = perceptron(), draw(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def losses() -> Tensor:
-        result = sum_of_squares(model(x))
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        return result
-
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed between"):
-        WAYS[way](model, losses)
-
-
 def test_training_for_several_steps_is_right_at_every_step() -> None:
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -246,3 +231,32 @@ def test_lazy_layers_count_once_they_have_a_shape() -> None:
     x = draw(4, 2, 4, 4)
     model(x)
     assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
+
+
+def test_two_models_joined_by_one_loss_are_right_in_contexts_of_their_own() -> None:
+    first, second, x = perceptron(), gradbatch.extend(nn.Linear(2, 3)).double(), draw(4, 3)
+    losses = lambda: sum_of_squares(second(first(x)))  # noqa: E731
+    with (
+        gradbatch.compute(first, *QUANTITIES, loss_reduction="mean") as of_first,
+        gradbatch.compute(second, *QUANTITIES, loss_reduction="mean") as of_second,
+    ):
+        losses().mean().backward()
+    assert_results(of_first, expected(first, losses))
+    assert_results(of_second, expected(second, losses))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_keyword_arguments_and_a_dictionary_of_outputs_are_right(reduction: str) -> None:
+    def forward(self: nn.Module, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor | int]:
+        hidden = x if mask is None else x * mask
+        return {"logits": self.one(hidden), "value": self.other(hidden).squeeze(1), "rows": len(x)}
+
+    model, x, mask = wired(forward, one=nn.Linear(3, 2), other=nn.Linear(3, 1)), draw(4, 3), draw(4, 3)
+
+    def losses() -> Tensor:
+        outputs = model(x=x, mask=mask)
+        return sum_of_squares(outputs["logits"]) + outputs["value"].sin()
+
+    right = expected(model, losses)
+    assert_results(watched(model, losses, reduction), right)
+    assert_results(WAYS["backward"](model, losses), right)

@@ -45,6 +45,16 @@ def affine(call: gradbatch.Call) -> Iterator[tuple[str, gradbatch.PerSampleGrad]
     yield "shift", Dense(grad.sum(between) if between else grad)
 
 
+def in_place(what: str) -> Callable[[gradbatch.Call], Iterator[tuple[str, gradbatch.PerSampleGrad]]]:
+    """A rule that is right but for that it changes what it is handed."""
+
+    def rule(call: gradbatch.Call) -> Iterator[tuple[str, gradbatch.PerSampleGrad]]:
+        yield from affine(call)
+        getattr(call, what).mul_(2)
+
+    return rule
+
+
 @pytest.fixture
 def teach(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
@@ -141,6 +151,10 @@ def test_a_rule_may_yield_more_than_is_wanted(teach, left_out: str, way: str) ->
             "own",
         ),
         (lambda call: {"scale": Dense(call.grad_output)}, r"Affine \(at own\): it yields 'scale', not pairs"),
+        (lambda call: None, r"Affine \(at own\): it returns nothing; let it yield pairs"),
+        (lambda call: Dense(call.grad_output), r"Affine \(at own\): it returns a Dense; let it yield pairs"),
+        (in_place("input"), r"Affine \(at own\) changes an argument or an output gradient in place"),
+        (in_place("grad_output"), r"Affine \(at own\) changes an argument or an output gradient in place"),
     ],
     ids=[
         "missing",
@@ -154,12 +168,26 @@ def test_a_rule_may_yield_more_than_is_wanted(teach, left_out: str, way: str) ->
         "nothing",
         "twice",
         "dictionary",
+        "no return",
+        "one",
+        "argument in place",
+        "gradient in place",
     ],
 )
 def test_a_rule_that_hands_back_nonsense_is_refused_by_name(teach, rule, message: str) -> None:
     teach(rule, Affine, feature_axes=1)
     model, x = model_of(), draw(4, 3)
     assert_refused(model, lambda: sum_of_squares(model(x)), RuleError, message)
+
+
+def test_running_out_of_memory_in_a_rule_stays_what_it_is(teach) -> None:
+    def rule(call: gradbatch.Call) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    teach(rule, Affine, feature_axes=1)
+    model = model_of()
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        gradbatch.per_sample_grads(model, sum_of_squares(model(draw(4, 3))))
 
 
 class TwoOutputs(nn.Module):
