@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
@@ -18,7 +18,7 @@ from gradbatch.errors import UsageError
 from gradbatch.factors import PerSampleGrad
 from gradbatch.plans.contractions import Planner
 from gradbatch.quantities import BatchGrad, Quantity
-from gradbatch.reduction import reduce_all
+from gradbatch.reduction import Reducer
 from gradbatch.requests import allows_coupling, check_losses, check_out, check_request
 from gradbatch.results import QuantityResult, Results
 from gradbatch.selection import Selection, select
@@ -96,7 +96,7 @@ def backward(
     reduction: Reduction | None = None,
     parameters: str | Iterable[str] | None = None,
     attach: bool = False,
-    retain_graph: bool = False,
+    retain_graph: bool | None = None,
     sample_ids: Tensor | None = None,
     samples_coupled: Literal["refuse", "allow"] = "refuse",
     planner: Planner | None = None,
@@ -112,7 +112,9 @@ def backward(
             ``losses.sum().backward()`` would. ``None``: leave ``p.grad`` and the graph as they are.
         parameters: name pattern or patterns (``"head.*"``) of the parameters to compute quantities of.
         attach: also set each result as an attribute of its parameter, under the quantity's name.
-        retain_graph: keep the graph for a further backward pass; without ``reduction`` it is always kept.
+        retain_graph: ``True``: keep the graph for a further backward pass. ``False``: it is freed, as by any backward;
+            without ``reduction`` on the way, which saves memory. ``None``: it is freed by the pass that ``reduction``
+            asks for, and kept without.
         sample_ids: where a sample has several losses (packed sequences, nodes of graphs, records of a user), the sample
             of each, ``[len(losses)]``, whole numbers from 0. The gradient of a sample is the sum over its losses.
         samples_coupled: what to do where a sample's loss depends on others (statistics over the batch), or might.
@@ -150,15 +152,17 @@ def backward(
     check_losses(losses)
     _clear_attached(model)
     planner, results = planner or Planner(), Results()
-    grads = capture_losses(losses, selection.names, planner, _memory(model), sample_ids).grads
-    results.fill(_reduce(grads, quantities, selection, planner.budget, out))
-    del grads
+    reducer = _Reducer(quantities, selection, planner, out)
+    keep_graph = reduction is not None or retain_graph is not False
+    memory = _memory(model)
+    capture_losses(losses, selection.names, planner, memory, sample_ids, reducer.take, keep_graph)
+    results.fill(reducer.finish())
     if reduction is not None:
         weights = torch.ones_like(losses)
         torch.autograd.backward(
             losses,
             weights / max(len(losses), 1) if reduction == "mean" else weights,
-            retain_graph=retain_graph,
+            retain_graph=bool(retain_graph),
         )
     if attach:
         _attach(model, results, selection)
@@ -273,7 +277,10 @@ def compute(
         live.open()
         yield results
         selection = select(model, parameters, coupled)
-        results.fill(_reduce(live.results(), quantities, selection, planner.budget, out))
+        reducer = _Reducer(quantities, selection, planner, out)
+        for parameter, grad in live.results().items():
+            reducer.take(parameter, grad)
+        results.fill(reducer.finish())
     finally:
         _watched.discard(model)
         live.close()
@@ -281,18 +288,22 @@ def compute(
         _attach(model, results, selection)
 
 
-@torch.no_grad()
-def _reduce(
-    grads: Mapping[nn.Parameter, PerSampleGrad],
-    quantities: Sequence[Quantity],
-    selection: Selection,
-    budget: int,
-    out: Results | None,
-) -> list[QuantityResult]:
-    named = {selection.names.parameters[parameter]: grad for parameter, grad in grads.items()}
-    earlier = [out[quantity] if out is not None and quantity in out else {} for quantity in quantities]
-    reduced = reduce_all(named, quantities, budget, earlier)
-    return [QuantityResult(quantity, tensors, selection.aliases) for quantity, tensors in reduced]
+class _Reducer:
+    """Reduces the gradients of parameters as they come, to results under the parameters' names."""
+
+    def __init__(
+        self, quantities: Sequence[Quantity], selection: Selection, planner: Planner, out: Results | None
+    ) -> None:
+        earlier = [out[quantity] if out is not None and quantity in out else {} for quantity in quantities]
+        self._selection, self._names = selection, selection.names.parameters
+        self._reducer = Reducer(quantities, planner.budget, earlier)
+
+    def take(self, parameter: nn.Parameter, grad: PerSampleGrad) -> None:
+        self._reducer.take(self._names[parameter], grad)
+
+    def finish(self) -> list[QuantityResult]:
+        reduced = self._reducer.finish(list(self._names.values()))
+        return [QuantityResult(quantity, tensors, self._selection.aliases) for quantity, tensors in reduced]
 
 
 def _recorder(model: nn.Module) -> ForwardRecorder:

@@ -30,7 +30,9 @@ class GradBatch(Contestant):
 
         def step() -> Answer:
             out = earlier.pop() if earlier else None
-            results = gradbatch.backward(model, batch.losses(model), asked, out=out)
+            losses = batch.losses(model)
+            # As a training step: nothing goes back through the graph once more.
+            results = gradbatch.backward(model, losses, asked, retain_graph=False, out=out)
             if kept:
                 earlier.append(results)
             result = results[asked]

@@ -77,18 +77,23 @@ def _frames(roots: Iterable[Node], found: graph.Walk) -> dict[Node, Node]:
 
 
 def differentiate(
-    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], places: Sequence[Place], found: graph.Walk
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    places: Sequence[Place],
+    found: graph.Walk,
+    keep_graph: bool = True,
 ) -> list[Tensor | None]:
-    """Gradients that arrive at places in a graph; nothing below them is computed, and the graph is kept.
+    """Gradients that arrive at places in a graph; nothing below them is computed.
 
     Args:
         outputs: where the pass starts.
         cotangents: of ``outputs``.
         places: outputs of nodes, inside checkpoints or not.
         found: the graph.
+        keep_graph: whether what it saved is kept; where there are checkpoints it always is.
     """
     if not found.checkpoints:
-        return list(_pass(outputs, cotangents, places))
+        return list(_pass(outputs, cotangents, places, keep_graph))
     passage = _Passage(places, found)
     with reentrant.calling({node: partial(passage.call, node) for node in found.checkpoints}):
         passage.run(outputs, cotangents, None)
@@ -199,12 +204,12 @@ class _Passage:
 
 
 def _pass(
-    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], places: Sequence[Place]
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], places: Sequence[Place], keep_graph: bool = True
 ) -> tuple[Tensor | None, ...]:
     if not places:
         return ()
     edges = [GradientEdge(*place) for place in places]
-    return torch.autograd.grad(outputs, edges, cotangents, retain_graph=True, allow_unused=True)
+    return torch.autograd.grad(outputs, edges, cotangents, retain_graph=keep_graph, allow_unused=True)
 
 
 # ---- passes of the user's

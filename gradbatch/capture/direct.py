@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from gradbatch.capture.evaluate import Evaluation, Totals, zeros
+from gradbatch.capture import checkpoints
+from gradbatch.capture.delivery import deliver
+from gradbatch.capture.evaluate import Evaluation, Take, Totals
 from gradbatch.capture.memory import Memory
 from gradbatch.capture.samples import samples_of
 from gradbatch.capture.search import explain
@@ -30,6 +32,8 @@ def capture_losses(
     planner: Planner,
     memory: Memory | None = None,
     sample_ids: Tensor | None = None,
+    take: Take | None = None,
+    keep_graph: bool = True,
 ) -> Captured:
     """Per-sample gradients of every wanted parameter.
 
@@ -39,29 +43,26 @@ def capture_losses(
         planner: decides how the results will be evaluated.
         memory: where the samples lay in earlier steps.
         sample_ids: the sample of each loss, ``[rows]``; ``None``: each is one.
+        take: called with each parameter and its gradients, as soon as they are complete; ``None``: they are returned.
+        keep_graph: ``False``: what autograd saved may be freed on the way.
 
     Raises:
         GradBatchError: see :mod:`gradbatch.capture.search`.
 
-    Edge cases: a parameter that no loss depends on has zero gradients; the graph is kept.
+    Edge cases: a parameter that no loss depends on has zero gradients.
     """
     of_rows = samples_of(len(losses), sample_ids)
+    losses = checkpoints.in_front(losses)
     found = explain([losses], lambda weights: [weights], of_rows, names, memory=memory)
-    samples = of_rows.count
     if not found.walk.accumulators:
         raise UsageError(
             "no loss depends on any of the model's trainable parameters; compute them from the model"
         )
-    totals = Totals(found, samples, planner)
-    for use, gradients, layout in zip(found.uses, found.use_gradients, found.layouts, strict=True):
-        totals.add_call(use, gradients or [], layout)
-    for cut, arrived in zip(found.cuts, found.cut_gradients, strict=True):
-        totals.add_node(cut, arrived or {})
+    grads: dict[nn.Parameter, PerSampleGrad] = {}
+    take = take or grads.__setitem__
+    totals = Totals(found, of_rows.count, planner, take)
+    deliver(found, losses, names, totals, keep_graph)
     for node in found.region:
         totals.pull_back(node)
-    totals.check_delivered()
-    grads = {
-        p: totals.grads[p] if p in totals.grads else zeros(p, samples).with_planner(planner)
-        for p in names.parameters
-    }
+    totals.finish(names.parameters)
     return Captured(grads, totals.evaluations)

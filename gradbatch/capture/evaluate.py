@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,8 @@ from gradbatch.factors import Dense, PerSampleGrad
 from gradbatch.factors.base import full_precision
 from gradbatch.plans.contractions import Planner
 from gradbatch.rules import Call, Layout, RuleFunction
+
+Take = Callable[[nn.Parameter, PerSampleGrad], None]
 
 
 @contextmanager
@@ -63,18 +66,21 @@ class Totals:
         found: explains the graph.
         samples: ``N``.
         planner: decides how the results will be evaluated.
+        take: called with a parameter and its gradients as soon as nothing more can come; ``None``: they are kept.
 
     Attributes:
         grads: by parameter, so far.
         evaluations: how they came about.
     """
 
-    def __init__(self, found: Explanation, samples: int, planner: Planner) -> None:
+    def __init__(self, found: Explanation, samples: int, planner: Planner, take: Take | None = None) -> None:
         self.grads: dict[nn.Parameter, PerSampleGrad] = {}
         self.evaluations: list[Evaluation] = []
         self._found, self._samples, self._planner = found, samples, planner
         self._accumulators = found.walk.accumulators
         self._waiting: dict[Node, shared.Received] = {}
+        self._take, self._taken = take, set[nn.Parameter]()
+        self._expected = Counter() if take is None else Counter(_contributions_to_parameters(found))
 
     def add_call(self, use: Use, gradients: Sequence[Tensor | None], layout: Layout) -> None:
         """Hand a recorded call to its rule.
@@ -145,6 +151,22 @@ class Totals:
             for slot, grad in graph.in_a_pass_of_its_own(evaluate):
                 self._deliver(node, slot, grad)
 
+    def finish(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Hand on what is left: parameters that less came for than could have, or nothing.
+
+        Args:
+            parameters: all that are wanted.
+        """
+        self.check_delivered()
+        assert self._take is not None
+        for parameter in parameters:
+            if parameter not in self._taken:
+                grad = self.grads.pop(parameter, None)
+                self._take(
+                    parameter,
+                    zeros(parameter, self._samples).with_planner(self._planner) if grad is None else grad,
+                )
+
     def check_delivered(self) -> None:
         """Refuse results from which something is missing: a value of the region that was not sent on."""
         left = [node for node in self._found.region if node in self._waiting]
@@ -179,6 +201,25 @@ class Totals:
     def _add(self, parameter: nn.Parameter, grad: PerSampleGrad) -> None:
         grad = grad.with_planner(self._planner)
         self.grads[parameter] = self.grads[parameter] + grad if parameter in self.grads else grad
+        if self._take is None:
+            return
+        assert parameter not in self._taken, "more contributions than edges into the parameter"
+        self._expected[parameter] -= 1
+        if not self._expected[parameter]:
+            self._taken.add(parameter)
+            self._take(parameter, self.grads.pop(parameter))
+
+
+def _contributions_to_parameters(found: Explanation) -> Iterator[nn.Parameter]:
+    """The parameter of each contribution that is to be expected."""
+    for use in found.uses:
+        for attribute in use.claimed:
+            yield use.record.parameters[attribute]
+    accumulators = found.walk.accumulators
+    edges = [graph.below(cut.node)[slot] for cut in found.cuts for slot in cut.slots]
+    for below, _ in edges + [edge for node in found.region for edge in graph.below(node)]:
+        if below in accumulators:
+            yield accumulators[below]
 
 
 def _level_of_the_user() -> int:

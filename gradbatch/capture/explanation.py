@@ -24,8 +24,8 @@ class Explanation:
         layouts: where the samples lie in the outputs of each.
         cuts: nodes with owned outputs that parameters, or values of the region, go into.
         region: the shared region, each node before all that lies below it.
-        use_gradients: of the summed losses at the outputs of each call, as its rule takes them; ``None`` if neither
-            wanted nor needed.
+        use_gradients: of the summed losses at the outputs of each call, as its rule takes them; ``None`` if
+            nothing had to be measured there.
         cut_gradients: at the outputs of each cut, by output, likewise.
         walk: the graph.
     """

@@ -92,9 +92,7 @@ class LiveCapture:
 
         # A forward on the result of an earlier one contains that one's calls.
         earlier = [forward.found for forward in self._forwards]
-        found = explain(
-            by_row, cotangents, samples, names, outputs, earlier, self._memory, True, self._batch_dim
-        )
+        found = explain(by_row, cotangents, samples, names, outputs, earlier, self._memory, self._batch_dim)
         forward = Forward(samples.count, found, names, self._planner, rows if self._mean else 1)
         self._forwards.append(forward)
         for use in found.uses:

@@ -36,9 +36,9 @@ def pruned_pass(
     edges = list(dict.fromkeys([*(place for use in uses for place in use.places), *places]))
 
     def run(weights: Tensor) -> list[list[Tensor | None]]:
-        with readable("the model's graph", lambda: _changed(walk, names)):
+        with readable("the model's graph", lambda: changed(walk, names)):
             found = differentiate(outputs, cotangents(weights), edges, walk)
-        arrived = {edge: _strided(g) for edge, g in zip(edges, found, strict=True)}
+        arrived = {edge: strided(g) for edge, g in zip(edges, found, strict=True)}
         return _as_taken(arrived, uses, places)
 
     return run
@@ -95,7 +95,7 @@ def adjacent_tensors(walk: graph.Walk) -> Iterator[Tensor]:
                 yield tensor
 
 
-def _changed(walk: graph.Walk, names: Names) -> list[str]:
+def changed(walk: graph.Walk, names: Names) -> list[str]:
     """The parameters of recorded calls that were changed in place since the forward."""
     records = {record: None for notes in walk.notes.values() for record, _ in notes}
     found = [
@@ -106,5 +106,6 @@ def _changed(walk: graph.Walk, names: Names) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _strided(gradient: Tensor | None) -> Tensor | None:
+def strided(gradient: Tensor | None) -> Tensor | None:
+    """A gradient that is not sparse."""
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient

@@ -112,3 +112,15 @@ def leading_to(
 def is_reachable(target: Node, starts: Iterable[Node]) -> bool:
     """Whether a path leads from one of the starts down to the target."""
     return any(source is target for _, _, source in region(starts, ()))
+
+
+def above(nodes: Iterable[Node], walk: graph.Walk) -> set[Node]:
+    """The nodes from which one of some nodes is reached, each by at least one edge."""
+    found: set[Node] = set()
+    pending = list(nodes)
+    while pending:
+        for consumer, _ in walk.consumers[pending.pop()]:
+            if consumer not in found:
+                found.add(consumer)
+                pending.append(consumer)
+    return found

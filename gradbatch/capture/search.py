@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -45,7 +46,6 @@ def explain(
     roots: Sequence[Tensor] = (),
     earlier: Sequence[Explanation] = (),
     memory: Memory | None = None,
-    probe: bool = False,
     batch_dim: int = 0,
 ) -> Explanation:
     """Explain every use of every wanted parameter.
@@ -58,7 +58,6 @@ def explain(
         roots: further tensors whose graph is explained, although nothing is known to flow into them.
         earlier: explanations of forwards on whose results this one may be built.
         memory: what earlier steps found out; ``None``: everything is measured.
-        probe: whether gradients are only wanted of what had to be measured.
         batch_dim: axis of the outputs that runs over rows.
 
     Raises:
@@ -70,7 +69,7 @@ def explain(
     roots = list(map(in_front, watched))
     outputs = roots[: len(outputs)]
     search = _Search(outputs, cotangents, samples, names, roots, watched, earlier, memory, batch_dim)
-    return search.run(probe)
+    return search.run()
 
 
 class _Search:
@@ -132,7 +131,7 @@ class _Search:
 
     # ---- the search
 
-    def run(self, probe: bool) -> Explanation:
+    def run(self) -> Explanation:
         """Ask, and let the region grow, until everything is owned."""
         if not self.samples:
             return self._empty()
@@ -153,8 +152,6 @@ class _Search:
         self._check(order, cuts)
         if self.recollection is not None:
             self.recollection.store()
-        if not probe:
-            self._differentiate_rest(cuts)
         return Explanation(
             self.uses,
             [layout for use in self.uses if (layout := self.layouts[use]) is not None],
@@ -203,18 +200,6 @@ class _Search:
         if any(place not in self.gradients for place in places.values()):
             return None
         return {number: self.gradients[place] for number, place in places.items()}
-
-    def _differentiate_rest(self, cuts: Sequence[Cut]) -> None:
-        """Gradients at what was recalled rather than measured, in one pass."""
-        uses = [use for use in self.uses if use not in self.use_gradients]
-        nodes = [place for cut in cuts for n in cut.owners if (place := (cut.node, n)) not in self.gradients]
-        if not uses and not nodes:
-            return
-        differentiate = self._pass_to(uses, nodes)
-        with self._untouched():
-            found = differentiate(self.outputs[0].detach().new_ones(self.samples))
-        self.use_gradients.update((use, list(gradients)) for use, gradients in zip(uses, found, strict=False))
-        self.gradients.update((place, g[0]) for place, g in zip(nodes, found[len(uses) :], strict=True))
 
     def _empty(self) -> Explanation:
         """Without samples nothing can be measured, and nothing needs to be."""
@@ -320,7 +305,7 @@ class _Search:
         )
 
     def _untouched(self) -> AbstractContextManager[None]:
-        return undisturbed([*self.watched, *adjacent_tensors(self.walk)], self.names)
+        return undisturbed(chain(self.watched, adjacent_tensors(self.walk)), self.names)
 
     def _force(self, mixed: Sequence[Node]) -> None:
         """Take shared nodes into the region, with everything below them that leads to a parameter."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,11 +19,12 @@ MOST_NAMED = 4
 
 
 @contextmanager
-def undisturbed(tensors: Sequence[Tensor], names: Names) -> Iterator[None]:
+def undisturbed(tensors: Iterable[Tensor], names: Names) -> Iterator[None]:
     """Keep every ``.grad`` of the user's as it is: a probe is no backward of theirs.
 
     Args:
-        tensors: intermediates, some of which the user may have asked to retain their gradient.
+        tensors: intermediates, some of which the user may have asked to retain their gradient; an iterator, so that the
+            others may go while the probe runs.
         names: the parameters; a probe ends before it reaches them, unless something hides them from the graph.
     """
     retained = [(tensor, tensor.grad) for tensor in tensors if tensor.retains_grad]

@@ -162,16 +162,20 @@ class PerSampleGrad(ABC):
             raise UsageError(f"{self.num_samples} samples cannot be regrouped by {k}: it has to divide them.")
         return self if k == 1 else self._regroup(k)._planned(self.planner)
 
-    def keep(self, operations: Sequence[str], room: int) -> "PerSampleGrad":
+    def keep(self, operations: Sequence[str], room: int) -> "tuple[PerSampleGrad, int]":
         """The same gradients for several operations, materialised now where that is faster for all of them together.
 
         Args:
             operations: what will be asked, by the names of the methods.
-            room: bytes that may be kept.
+            room: bytes by which what is held may grow.
+
+        Returns: the gradients, and by how many bytes what they hold has grown; 0 where it is less.
         """
+        if len(operations) < 2:
+            return self, 0
         with full_precision(self.device):
-            kept = self._keep(operations, room) if len(operations) > 1 else self
-        return kept if kept is self else kept._planned(self.planner)
+            kept, growth = self._keep(operations, room)
+        return (self if kept is self else kept._planned(self.planner)), growth
 
     def with_planner(self: Self, planner: Planner) -> Self:
         """The same gradients, evaluated as ``planner`` decides."""
@@ -217,8 +221,8 @@ class PerSampleGrad(ABC):
     def _plan(self, operation: str) -> Plan | None:
         return None
 
-    def _keep(self, operations: Sequence[str], room: int) -> "PerSampleGrad":
-        return self
+    def _keep(self, operations: Sequence[str], room: int) -> "tuple[PerSampleGrad, int]":
+        return self, 0
 
     def _noise(self) -> Tensor:
         """How large the terms are that make a squared norm in ``pairs.py``, ``[N]``; see ``kernels.rounding``."""

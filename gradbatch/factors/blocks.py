@@ -60,8 +60,13 @@ class Blocks(PerSampleGrad):
         self.blocks = {start: block.with_planner(planner) for start, block in self.blocks.items()}
         return super()._planned(planner)
 
-    def _keep(self, operations: Sequence[str], room: int) -> "Blocks":
-        return self._of_each(lambda block: block._keep(operations, room // len(self.blocks)))
+    def _keep(self, operations: Sequence[str], room: int) -> "tuple[PerSampleGrad, int]":
+        kept, growth = dict[int, PerSampleGrad](), 0
+        for start, block in self.blocks.items():
+            kept[start], more = block._keep(operations, room - growth)
+            growth += more
+        changed = any(kept[start] is not block for start, block in self.blocks.items())
+        return (Blocks(kept, self.shape) if changed else self), growth
 
     def _noise(self) -> Tensor:
         return sum_tensors([block._noise() for block in self.blocks.values()])

@@ -72,10 +72,10 @@ class OuterProduct(PerSampleGrad):
     def _plan(self, operation: str) -> Plan:
         return self.planner.plan(operation, self.left, self.right)
 
-    def _keep(self, operations: Sequence[str], room: int) -> PerSampleGrad:
+    def _keep(self, operations: Sequence[str], room: int) -> tuple[PerSampleGrad, int]:
         if self.planner.pays_to_keep(operations, self.left, self.right, room):
-            return Dense(self._dense())
-        return self
+            return Dense(self._dense()), self.planner.growth(self.left, self.right)
+        return self, 0
 
     def _noise(self) -> Tensor:
         tile = self._plan("squared_norm").tile

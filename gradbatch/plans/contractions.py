@@ -29,6 +29,7 @@ from gradbatch.plans.operands import (
     accumulation_dtype as accumulation_dtype,
     promoted,
     select as select,
+    widened,
     window_of,
 )
 
@@ -144,6 +145,11 @@ class Planner:
             return run(plans[0])
         return self._timings.run(key_of(operation, sizes, left, right), plans, run, left.device)
 
+    def growth(self, left: Tensor, right: Operand) -> int:
+        """Bytes by which materialised gradients are larger than the operands that they stand for; at least 0."""
+        itemsize = accumulation_dtype(left.dtype, right.dtype).itemsize
+        return max(0, math.prod(kernels.shape_of(left, right)) * itemsize - left.nbytes - right.nbytes)
+
     def pays_to_keep(self, operations: Sequence[str], left: Tensor, right: Operand, room: int) -> bool:
         """Whether several operations are faster from gradients that are materialised once and kept.
 
@@ -152,15 +158,13 @@ class Planner:
         Args:
             operations: keys of :data:`PLANS`.
             left, right: the operands.
-            room: bytes that may be kept.
+            room: bytes by which what is kept may be larger than the operands.
         """
-        if self.force:
+        if self.force or self.growth(left, right) > room:
             return False
         sizes, (dense, *_) = self._candidates("dense", left, right, None, 1)
         elements = math.prod(kernels.shape_of(left, right))
         kept = elements * sizes.itemsize
-        if kept > room:
-            return False
         fetched = 0 if sizes.cuda or kept <= RECYCLED else FLOPS_FETCHED * elements
         apart = sum(self._candidates(name, left, right, None, 1)[1][0].time for name in operations)
         return dense.time + fetched + FLOPS_READ * elements * len(operations) < apart
@@ -209,8 +213,9 @@ class Planner:
             lost = kernels.cancelled(size, norms).nonzero()[:, 0]
             if len(lost) == 0:
                 return norms
-            again = self.forcing(squared_norm="dense").squared_norm(left[lost], select(right, lost))
-            return norms.index_copy(0, lost, again)
+            # Positions that cancel do so in a product over positions too, in whichever order that adds them up.
+            again = self.forcing(squared_norm="dense").squared_norm(*widened(left[lost], select(right, lost)))
+            return norms.index_copy(0, lost, again.to(norms.dtype))
 
         return self._evaluate(run, "squared_norm", left, right)
 

@@ -35,3 +35,8 @@ def promoted(*operands: Any) -> Any:
     """Cast tensors and patches to the dtype they are computed in; each keeps its type."""
     dtype = accumulation_dtype(*(operand.dtype for operand in operands))
     return [operand if operand.dtype == dtype else operand.to(dtype) for operand in operands]
+
+
+def widened(left: Tensor, right: Operand) -> tuple[Tensor, Operand]:
+    """Operands in float64, where the device has that."""
+    return (left, right) if left.device.type == "mps" else (left.double(), right.to(torch.float64))

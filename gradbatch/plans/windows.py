@@ -93,6 +93,11 @@ class Patches:
         """The device of the source."""
         return self.source.device
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the source."""
+        return self.source.nbytes
+
     def __repr__(self) -> str:
         source = list(self.source.shape)
         return f"Patches({list(self.shape)}, {source=}, {self.window}, positions={self.positions})"
