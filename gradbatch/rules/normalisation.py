@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -63,11 +64,35 @@ def _channel_and_behind(module: Any, output_dim: int) -> int:
 @layer_rule(nn.GroupNorm, feature_axes=_channel_and_behind, reads=())
 def group_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """Normalised over each group of channels and all positions of an image."""
-    groups, eps = call.module.num_groups, call.module.eps
-    features = call.feature_axes or 1
-    yield from _scale_and_shift(
-        call, features, lambda x: F.group_norm(full(x), groups, eps=eps), per_channel=True
-    )
+    yield from _as_one_image(call, call.feature_axes or 1, call.module.num_groups)
+
+
+def _as_one_image(call: Call, features: int, groups: int) -> Iterator[tuple[str, PerSampleGrad]]:
+    """Normalised over groups of an image's channels: as one image with the channels of all.
+
+    Its scale has an element for each channel of each image, so that torch's own backward, which reads input and output
+    gradient once, leaves the images apart.
+
+    Args:
+        call: the layer's call.
+        features: trailing axes: the channel axis and all behind it.
+        groups: of an image's channels.
+    """
+    input = full(by_position(call.input, features))
+    samples, positions, channels = input.shape[:3]
+    rows = samples * positions
+    image = input.reshape(1, rows * channels, *input.shape[3:])
+    scale, shift = (input.new_ones(rows * channels, requires_grad=True) for _ in range(2))
+    wanted = {name: t for name, t in (("weight", scale), ("bias", shift)) if name in call.needs}
+    if image.numel():
+        with torch.enable_grad():
+            output = torch.group_norm(image, rows * groups, scale, shift, call.module.eps)
+        grad_output = full(by_position(call.grad_output, features)).reshape(image.shape)
+        found = torch.autograd.grad(output, [*wanted.values()], grad_output)
+    else:
+        found = tuple(torch.zeros_like(tensor) for tensor in wanted.values())
+    for name, gradient in zip(wanted, found, strict=True):
+        yield name, Dense(total(gradient.view(samples, positions, channels), (1,)))
 
 
 def _instance_norm_axes(module: Any, output_dim: int) -> int:
@@ -86,15 +111,12 @@ def _instance_norm_axes(module: Any, output_dim: int) -> int:
 def instance_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """Normalised over the positions of each channel of an image, or by running statistics in eval mode."""
     module = call.module
-    own = call.training or not module.track_running_stats
-
-    def normalise(input: Tensor) -> Tensor:
-        if own:
-            return F.instance_norm(full(input), eps=module.eps)
+    features = call.feature_axes or 2
+    if call.training or not module.track_running_stats:
+        yield from _as_one_image(call, features, module.num_features)
+    else:
         # Not instance_norm, which writes to the statistics that it is given, in older torch even where it only reads.
-        return F.batch_norm(full(input), full(module.running_mean), full(module.running_var), eps=module.eps)
-
-    yield from _scale_and_shift(call, call.feature_axes or 2, normalise, per_channel=True)
+        yield from _scale_and_shift(call, features, _by_statistics(module), per_channel=True)
 
 
 @layer_rule(
@@ -107,12 +129,14 @@ def instance_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
 )
 def batch_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """Eval mode: normalised by running statistics, which are constants."""
-    module = call.module
+    yield from _scale_and_shift(call, call.feature_axes or 1, _by_statistics(call.module), per_channel=True)
 
+
+def _by_statistics(module: Any) -> Callable[[Tensor], Tensor]:
     def normalise(input: Tensor) -> Tensor:
         return F.batch_norm(full(input), full(module.running_mean), full(module.running_var), eps=module.eps)
 
-    yield from _scale_and_shift(call, call.feature_axes or 1, normalise, per_channel=True)
+    return normalise
 
 
 def normalised_features(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
