@@ -15,7 +15,7 @@ from benchmarks.cases import CASES, Batch
 from benchmarks.contestants import OURS, PLAIN
 from benchmarks.contestants.of_gradbatch import ASKED
 from benchmarks.measure import seconds_of
-from gradbatch.capture import direct, passes
+from gradbatch.capture import checkpoints, direct
 from gradbatch.capture.evaluate import Totals
 
 SHOWN = 12
@@ -79,14 +79,16 @@ def watched(clock: Clock, quantity: gradbatch.Quantity) -> Iterator[dict[str, fl
         for owner, name, phase in (
             (Batch, "losses", "forward"),
             (direct, "explain", "book-keeping"),
-            (passes, "differentiate", "backward pass"),
+            (checkpoints, "differentiate", "backward pass"),
             (Totals, "add_call", "rules"),
             (Totals, "add_node", "rules"),
             (Totals, "pull_back", "rules"),
             (gradbatch.PerSampleGrad, "keep", "keeping"),
-            (type(quantity), "prepare", "norms first"),
         ):
             stack.enter_context(patch.object(owner, name, clock.timed(phase, getattr(owner, name))))
+        if quantity.joint:
+            prepare = clock.timed("norms first", type(quantity).prepare)
+            stack.enter_context(patch.object(type(quantity), "prepare", prepare))
         stack.enter_context(patch.object(type(quantity), "reduce_into", timed_reduce))
         yield by_shape
 
