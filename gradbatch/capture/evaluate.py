@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,17 +16,17 @@ from torch.autograd.graph import Node
 
 from gradbatch.capture import checkpoints, graph, shared
 from gradbatch.capture.arguments import tensors_in
+from gradbatch.capture.calls import call_of, joined, likeness, yielded_by
 from gradbatch.capture.explanation import Explanation
 from gradbatch.capture.layouts import words
 from gradbatch.capture.nodes import Cut, contributions
-from gradbatch.capture.records import version_of
 from gradbatch.capture.undisturbed import readable
 from gradbatch.capture.uses import Use
-from gradbatch.errors import GradBatchError, RuleError, SlowPathWarning, UnsupportedLayer
+from gradbatch.errors import SlowPathWarning, UnsupportedLayer
 from gradbatch.factors import Dense, PerSampleGrad
 from gradbatch.factors.base import full_precision
 from gradbatch.plans.contractions import Planner
-from gradbatch.rules import Call, Layout, RuleFunction
+from gradbatch.rules import Call, Layout
 
 Take = Callable[[nn.Parameter, PerSampleGrad], None]
 
@@ -80,10 +80,12 @@ class Totals:
         self._accumulators = found.walk.accumulators
         self._waiting: dict[Node, shared.Received] = {}
         self._take, self._taken = take, set[nn.Parameter]()
+        self._loops = Counter(use.record.module_id for use in found.uses if use.rule.by_row)
+        self._held: dict[int, list[tuple[Use, Call]]] = {}
         self._expected = Counter() if take is None else Counter(_contributions_to_parameters(found))
 
     def add_call(self, use: Use, gradients: Sequence[Tensor | None], layout: Layout) -> None:
-        """Hand a recorded call to its rule.
+        """Hand a recorded call to its rule, or keep it until all calls of its layer in a loop are there.
 
         Args:
             use: the call.
@@ -93,17 +95,35 @@ class Totals:
         Raises:
             RuleError: the rule yields something that cannot be a per-sample gradient of its parameters.
         """
-        first = next((gradient for gradient in gradients if gradient is not None), None)
-        if first is None:
+        if all(gradient is None for gradient in gradients):
             return
-        with plain_arithmetic(first.device):
-            for parameter, grad in _apply_rule(use, gradients, layout, self._samples):
-                self._add(parameter, grad)
-                rule = use.rule.function.__name__
-                where = words(layout)
-                self.evaluations.append(
-                    Evaluation((parameter,), use.name, use.record.module_type.__name__, "module", rule, where)
-                )
+        call = call_of(use, gradients, layout)
+        loop = use.record.module_id
+        if self._loops[loop] < 2:
+            self._evaluate([(use, call)])
+            return
+        self._held.setdefault(loop, []).append((use, call))
+        if len(self._held[loop]) == self._loops[loop]:
+            self._evaluate_held(loop)
+
+    def _evaluate_held(self, loop: int) -> None:
+        """Join what is alike of the calls of a layer."""
+        alike: dict[Hashable, list[tuple[Use, Call]]] = {}
+        for number, (use, call) in enumerate(self._held.pop(loop)):
+            alike.setdefault(likeness(use, call) or number, []).append((use, call))
+        for group in alike.values():
+            self._evaluate(group)
+
+    def _evaluate(self, group: Sequence[tuple[Use, Call]]) -> None:
+        """Hand calls that are alike to their rule, as one."""
+        use, first = group[0]
+        kind, rule, where = use.record.module_type.__name__, use.rule.function.__name__, words(first.layout)
+        with plain_arithmetic(tensors_in(first.raw_grad_output)[0].device):
+            for parameter, grad in yielded_by(use, joined([call for _, call in group]), self._samples):
+                self._add(parameter, grad, len(group))
+                self.evaluations += [
+                    Evaluation((parameter,), one.name, kind, "module", rule, where) for one, _ in group
+                ]
 
     def add_node(self, cut: Cut, gradients: Mapping[int, Tensor | None]) -> None:
         """Evaluate a node at the border of the shared region.
@@ -168,7 +188,13 @@ class Totals:
                 )
 
     def check_delivered(self) -> None:
-        """Refuse results from which something is missing: a value of the region that was not sent on."""
+        """Evaluate what is left of loops, and refuse results from which something is missing.
+
+        Raises:
+            UnsupportedLayer: a value of the region was not sent on.
+        """
+        for loop in list(self._held):
+            self._evaluate_held(loop)
         left = [node for node in self._found.region if node in self._waiting]
         if left:
             raise UnsupportedLayer(
@@ -198,13 +224,13 @@ class Totals:
         waiting: dict[int, Any] = self._waiting.setdefault(below, {})
         waiting[number] = waiting[number] + grad if number in waiting else grad
 
-    def _add(self, parameter: nn.Parameter, grad: PerSampleGrad) -> None:
+    def _add(self, parameter: nn.Parameter, grad: PerSampleGrad, contributions: int = 1) -> None:
         grad = grad.with_planner(self._planner)
         self.grads[parameter] = self.grads[parameter] + grad if parameter in self.grads else grad
         if self._take is None:
             return
         assert parameter not in self._taken, "more contributions than edges into the parameter"
-        self._expected[parameter] -= 1
+        self._expected[parameter] -= contributions
         if not self._expected[parameter]:
             self._taken.add(parameter)
             self._take(parameter, self.grads.pop(parameter))
@@ -236,96 +262,3 @@ def zeros(parameter: nn.Parameter, samples: int) -> Dense:
     """Per-sample gradients of a parameter that no loss depends on."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     return Dense(torch.zeros((), dtype=dtype, device=parameter.device).expand(samples, *parameter.shape))
-
-
-def _apply_rule(
-    use: Use, gradients: Sequence[Tensor | None], layout: Layout, samples: int
-) -> Iterator[tuple[nn.Parameter, PerSampleGrad]]:
-    call = _call(use, gradients, layout)
-    rule = use.record.rule
-    assert rule is not None
-    layer = f"the layer rule of {use.record.module_type.__name__} (at {use.name})"
-    yielded = set()
-    tensors = [*tensors_in((call.args, dict(call.kwargs))), *(g for g in gradients if g is not None)]
-    borrowed = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    versions = [*map(version_of, tensors)]
-    for name, grad in _yielded(rule.function, call, layer):
-        if name not in use.record.parameters:
-            raise RuleError(
-                f"{layer} yields {name!r}, which is no parameter of the layer: {[*use.record.parameters]}"
-            )
-        if name not in use.claimed:
-            # Frozen, not selected, or without influence on the output: a rule need not ask.
-            continue
-        parameter = use.record.parameters[name]
-        if not isinstance(grad, PerSampleGrad):
-            raise RuleError(
-                f"{layer} yields a {type(grad).__name__} for {name!r}; wrap a tensor [N, *shape] as gradbatch.Dense"
-            )
-        rows = samples * call.rows_per_sample
-        if grad.shape != parameter.shape or grad.num_samples != rows:
-            raise RuleError(
-                f"{layer} yields per-sample gradients of shape {(grad.num_samples, *grad.shape)} for {name!r}; "
-                f"expected {(rows, *parameter.shape)}"
-            )
-        if name in yielded:
-            raise RuleError(f"{layer} yields {name!r} twice; add the two with + and yield their sum")
-        yielded.add(name)
-        if isinstance(grad, Dense) and grad.values.untyped_storage().data_ptr() in borrowed:
-            grad = Dense(
-                grad.values.clone()
-            )  # results must not change with each other, or with the user's tensors
-        yield parameter, grad.regroup(call.rows_per_sample) if call.rows_per_sample > 1 else grad
-    if [*map(version_of, tensors)] != versions:
-        raise RuleError(
-            f"{layer} changes an argument or an output gradient in place, which others read too; use the out-of-place "
-            "operation"
-        )
-    missing = set(use.claimed) - yielded
-    if missing:
-        raise RuleError(f"{layer} yields nothing for {sorted(missing)}, which the layer's output depends on")
-
-
-def _yielded(function: RuleFunction, call: Call, layer: str) -> Iterator[tuple[str, PerSampleGrad]]:
-    """Run a rule, and say which rule it was if it fails."""
-    try:
-        yielded: object = function(call)
-        if not isinstance(yielded, Iterable):
-            returned = "nothing" if yielded is None else f"a {type(yielded).__name__}"
-            raise RuleError(
-                f"it returns {returned}; let it yield pairs of a parameter's name and its PerSampleGrad"
-            )
-        for item in yielded:
-            if not isinstance(item, tuple) or len(item) != 2:
-                raise RuleError(f"it yields {item!r}, not pairs of a parameter's name and its PerSampleGrad")
-            yield item
-    except GradBatchError as error:
-        raise type(error)(f"{layer}: {error}") from error
-    except torch.OutOfMemoryError:
-        raise  # whoever catches it tries smaller batches, whatever it was raised in
-    except Exception as error:
-        shape = tuple(call.grad_output.shape) if isinstance(call.grad_output, Tensor) else "several outputs"
-        raise RuleError(f"{layer} failed on an output gradient of shape {shape}: {error}") from error
-
-
-def _call(use: Use, gradients: Sequence[Tensor | None], layout: Layout) -> Call:
-    record = use.record
-    arrived = {
-        anchor.index: g for (_, anchor), g in zip(use.anchors, gradients, strict=True) if g is not None
-    }
-    outputs = tuple(
-        arrived[i] if i in arrived else use.arranged(i, torch.zeros(shape, dtype=dtype, device=device))
-        for i, (shape, dtype, device) in enumerate(record.outputs)
-    )
-    return Call(
-        module=record.module_as_called(),
-        name=use.name,
-        args=record.args,
-        kwargs=record.kwargs,
-        arguments=record.arguments(),
-        raw_grad_output=outputs if record.returns_several else outputs[0],
-        layout=layout,
-        feature_axes=use.feature_axes(outputs[0].dim()),
-        training=record.training,
-        needs=frozenset(use.claimed),
-    )

@@ -64,7 +64,7 @@ class Explanation:
     @property
     def inner(self) -> set[Node]:
         """Nodes between calls and parameters, but for views and casts."""
-        found: set[Node] = set().union(*(into for use in self.uses for into in use.claimed.values()))
+        found: set[Node] = set().union(*(use.paths for use in self.uses))
         return {node for node in found - self.walk.accumulators.keys() if graph.kind(node) not in UNARY}
 
 

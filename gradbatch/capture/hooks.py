@@ -15,8 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from gradbatch.capture import graph
+from gradbatch.capture.anchors import anchor
 from gradbatch.capture.arguments import outputs_of, tensors_in
-from gradbatch.capture.records import Record, anchor
+from gradbatch.capture.records import Record
 
 
 class ForwardRecorder:

@@ -134,7 +134,7 @@ class LiveCapture:
     def _watch(self, forward: Forward, others: Iterable[Tensor]) -> None:
         found, names, walk = forward.found, forward.names, forward.found.walk
         self._take_gradients(forward)
-        targets = {node for use in found.uses for into in use.claimed.values() for node in into}
+        targets = {node for use in found.uses for node in use.paths}
         targets.update(found.region)
         reasons = {node: names.parameters[p] for node, p in walk.accumulators.items()}
         for tensor in others:

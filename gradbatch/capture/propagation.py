@@ -48,6 +48,13 @@ class Run:
                 return axis
         return None
 
+    def layout(self, shape: Sequence[int], samples: int) -> SampleLayout | None:
+        """The layout of a tensor with the samples in this place; ``None`` if they straddle several axes."""
+        axis = self.axis(shape, samples)
+        return (
+            None if axis is None else SampleLayout(samples, axis, self.inner // math.prod(shape[axis + 1 :]))
+        )
+
     def moved(self, axis: int, shape: Sequence[int], to: int, new: Sequence[int]) -> Run | None:
         """The same rows on another axis of another tensor; ``None`` if that has another number of rows."""
         if shape[axis] != new[to]:

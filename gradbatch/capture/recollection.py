@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
+import torch
+from torch import Tensor
+
 from gradbatch.capture import graph
 from gradbatch.capture.graph import Place
 from gradbatch.capture.layouts import Owners
@@ -77,13 +80,30 @@ class Recollection:
 
     def _follows(self, use: Use, layout: Layout | None) -> bool:
         """Whether a layout holds for all outputs of a call, whatever the data is."""
-        if use.rule.arrange is not None or not isinstance(layout, SampleLayout):
+        if not isinstance(layout, SampleLayout) or layout.axis is None:
             return False
+        runs = [self._certain.get((self._numbers[node], anchor.number)) for node, anchor in use.anchors]
+        if use.rule.arrange is not None:
+            return all(
+                run is not None and self._arranges(use, at, run, layout) for at, run in enumerate(runs)
+            )
         return all(
-            self._certain.get((self._numbers[node], anchor.number)) == Run.of(layout, anchor.shape)
-            and (anchor.is_whole or anchor.is_reshaped)
-            for node, anchor in use.anchors
+            run == Run.of(layout, anchor.shape) and (anchor.is_whole or anchor.is_reshaped)
+            for run, (_, anchor) in zip(runs, use.anchors, strict=True)
         )
+
+    def _arranges(self, use: Use, position: int, run: Run, layout: SampleLayout) -> bool:
+        """Whether an output with the samples in a place is arranged, by the call's rule, to one with a layout."""
+        anchor = use.anchors[position][1]
+        before = run.layout(anchor.base_shape, layout.samples)
+        if before is None:
+            return False
+        device = use.record.outputs[anchor.index][2]
+        numbers = _numbered(before, anchor.base_shape, device)
+        arranged = use.output_gradient(position, numbers)
+        if arranged is None or arranged is numbers:
+            return before == layout
+        return not (arranged - _numbered(layout, arranged.shape, device)).any()
 
     def _key_of_place(self, place: Place) -> Hashable:
         node, number = place
@@ -93,3 +113,11 @@ class Recollection:
     def _key_of_use(self, use: Use) -> Hashable:
         nodes = tuple(self._numbers[node] for node, _ in use.anchors)
         return nodes, use.record.module_type, tuple((anchor.index, anchor.shape) for _, anchor in use.anchors)
+
+
+def _numbered(layout: SampleLayout, shape: torch.Size, device: torch.device) -> Tensor:
+    """The sample of each element of a tensor, from 1 on: an arrangement may fill up with zeros."""
+    assert layout.axis is not None
+    dtype = torch.uint8 if layout.samples < 255 else torch.int32
+    rows = (layout.owner(shape[layout.axis]) + 1).to(device, dtype)
+    return rows.view(-1, *(1,) * (len(shape) - layout.axis - 1)).expand(shape)

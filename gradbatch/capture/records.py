@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -34,100 +33,6 @@ CHANGED = (
 )
 
 
-@dataclass(eq=False, slots=True)
-class Anchor:
-    """How the gradient of one output of a call is read off the graph, at the node that carries the record.
-
-    A view is taken at the tensor it is a view of: operations in place on the view (an in-place ReLU behind a layer)
-    give the view a new place in the graph, but leave the place of its base.
-
-    An anchor never holds its node: the node holds the anchor, and torch does not collect such a cycle.
-
-    Args:
-        index: which output of the layer.
-        number: which of the node's outputs.
-        shape: shape of the layer's output.
-        strides: strides of the layer's output.
-        base_shape: shape of the tensor that the node computes.
-        base_strides: its strides.
-    """
-
-    index: int
-    number: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-    base_shape: torch.Size
-    base_strides: tuple[int, ...]
-
-    @property
-    def is_reshaped(self) -> bool:
-        """Whether output and base are the same numbers in row-major order."""
-        return _is_contiguous(self.shape, self.strides) and _is_contiguous(self.base_shape, self.base_strides)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the output is the tensor that the node computes."""
-        return (self.shape, self.strides) == (self.base_shape, self.base_strides)
-
-    def of_output(self, gradient: Tensor) -> Tensor:
-        """A gradient that arrived at the node, in the shape of the layer's output."""
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if self.is_whole:
-            return gradient
-        if self.is_reshaped:
-            return gradient.reshape(self.shape)
-        laid_out = torch.empty_strided(
-            self.base_shape, self.base_strides, dtype=gradient.dtype, device=gradient.device
-        )
-        return laid_out.copy_(gradient).as_strided(self.shape, self.strides)
-
-
-def anchor(index: int, output: Tensor) -> tuple[Node, Anchor] | None:
-    """Where to take the gradient of a layer's output; ``None`` if no gradient flows to it."""
-    source, base = output, output._base
-    # A view that leaves elements of its base out, or repeats some, has no gradient of its own in the base's.
-    if base is not None and _is_rearrangement(output, base):
-        source = base
-    edge = graph.output_edge(source)
-    if edge is None:
-        return None
-    node, number = edge
-    return node, Anchor(index, number, output.shape, output.stride(), source.shape, source.stride())
-
-
-def _is_rearrangement(view: Tensor, base: Tensor) -> bool:
-    """Whether a view shows each element of a gapless base exactly once."""
-    return (
-        view.numel() == base.numel()
-        and view.dtype == base.dtype
-        and view.storage_offset() == base.storage_offset()
-        and (view.is_contiguous() or _is_gapless(view))
-        and (base.is_contiguous() or _is_gapless(base))
-        and not view.is_conj()
-        and not view.is_neg()
-    )
-
-
-def _is_gapless(tensor: Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _is_contiguous(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 class Record:
     """One call of a layer, as its forward hook saw it.
 
@@ -141,6 +46,8 @@ class Record:
 
     Attributes:
         adjacent: the user's own input and output tensors, as long as they live.
+        settings: the plain attributes of the layer in this call.
+        module_id: tells layers apart while they live.
     """
 
     def __init__(
@@ -152,7 +59,7 @@ class Record:
         returned: Sequence[Tensor],
         refusal: str | None,
     ) -> None:
-        self._module = weakref.ref(module)
+        self._module, self.module_id = weakref.ref(module), id(module)
         self.module_type = type(module)
         self.training = module.training
         self.rule = rule_for(module)
@@ -165,10 +72,11 @@ class Record:
         self.kwargs: dict[str, Any] = {}
         self.returns_several = isinstance(output, (tuple, list))
         self.outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._settings: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
         inputs = tensors_in((args, kwargs) if kwargs else args)
         self.adjacent = [*map(weakref.ref, inputs), *map(weakref.ref, returned)]
         self._inputs: list[tuple[Tensor, int]] = []
+        self._outputs: list[tuple[Tensor, int]] = []
         self._watched: list[tuple[str, Tensor, int]] = []
         self._holds = 0
         self._released = False
@@ -183,7 +91,7 @@ class Record:
         output: Any,
         inputs: Sequence[Tensor],
     ) -> None:
-        self._settings, shadowed = _settings_of(module)
+        self.settings, shadowed = _settings_of(module)
         self.refusal = self.refusal or shadowed
         own = {id(parameter) for parameter in self.parameters.values()}
         for tensor in inputs:
@@ -201,6 +109,8 @@ class Record:
             self.outputs = [(item.shape, item.dtype, item.device) for item in outputs]
         else:
             self.refusal = "its forward returns something else than tensors"
+        if self.refusal is None and self.rule is not None and self.rule.reads_outputs:
+            self._outputs = [(item.detach(), version_of(item)) for item in outputs]
 
     @property
     def module(self) -> nn.Module:
@@ -218,14 +128,14 @@ class Record:
         A layer may be called several times with other settings (one weight at several dilations).
         """
         twin = object.__new__(self.module_type)
-        twin.__dict__.update({**self.module.__dict__, **self._settings})
+        twin.__dict__.update({**self.module.__dict__, **self.settings})
         return twin
 
     def release(self) -> None:
         """Let go of the inputs, as autograd does of what it saved, once a backward pass has gone through."""
         self._released = self.rule is not None
         if not self._holds:
-            self._inputs, self.args, self.kwargs = [], (), {}
+            self._inputs, self._outputs, self.args, self.kwargs = [], [], (), {}
 
     def hold(self) -> None:
         """Keep the inputs through a backward pass, until :meth:`let_go`."""
@@ -237,6 +147,11 @@ class Record:
         if self._released:
             self.release()
 
+    def check_kept(self, name: str) -> None:
+        """Refuse a call on a graph that an earlier backward pass has freed (:class:`StaleCapture`)."""
+        if self._released and not self._holds:
+            raise StaleCapture(f"{name} ({self.module_type.__name__}): {FREED}")
+
     def check_fresh(self, name: str) -> None:
         """Refuse a call whose tensors changed since the forward.
 
@@ -247,9 +162,8 @@ class Record:
             StaleCapture: an input, or a tensor that the rule reads, was modified in place or replaced; or the graph
                 was freed by an earlier backward pass.
         """
+        self.check_kept(name)
         layer = f"{name} ({self.module_type.__name__})"
-        if self._released and not self._holds:
-            raise StaleCapture(f"{layer}: {FREED}")
         for tensor, version in self._inputs:
             if version_of(tensor) != version:
                 raise StaleCapture(
@@ -280,6 +194,12 @@ class Record:
                     f"{name}.{attribute} was replaced between forward and backward: its gradient belongs to the old "
                     "parameter. Run the forward again"
                 )
+
+    def unchanged_outputs(self) -> tuple[Tensor, ...]:
+        """What the forward returned, for a rule that reads it; nothing if any of it was modified in place since."""
+        if any(version_of(tensor) != version for tensor, version in self._outputs):
+            return ()
+        return tuple(tensor for tensor, _ in self._outputs)
 
     def arguments(self) -> dict[str, Any]:
         """The arguments by the names of ``forward``'s parameters, defaults filled in."""

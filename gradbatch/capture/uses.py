@@ -8,15 +8,19 @@ the parameter's. So a record claims only what no other call could account for to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradbatch.capture import checkpoints, graph, paths
+from gradbatch.capture.anchors import Anchor
 from gradbatch.capture.layouts import OwnerMap, Owners, Site
-from gradbatch.capture.records import Anchor, Record
+from gradbatch.capture.readings import KEPT
+from gradbatch.capture.records import Record
 from gradbatch.errors import CoupledSamples, UnsupportedLayer
 from gradbatch.rules import LayerRule, Layout
 
@@ -29,29 +33,30 @@ class Use:
         record: what the forward hook saw.
         name: path of the layer in the model.
         anchors: where the gradients of its outputs are taken.
-        claimed: for each parameter (by its attribute name), the edges of its paths below the anchors, by the node
-            that they lead into; the last of them is the parameter's accumulator.
+        claimed: the parameters (by their attribute names), with their accumulators.
+        paths: the edges of the paths to these below the anchors, by the node that they lead into.
     """
 
     record: Record
     name: str
     anchors: list[tuple[Node, Anchor]]
-    claimed: dict[str, dict[Node, list[graph.Edge]]] = field(default_factory=dict)
+    claimed: dict[str, Node] = field(default_factory=dict)
+    paths: dict[Node, list[graph.Edge]] = field(default_factory=dict)
 
     @property
     def places(self) -> list[tuple[Node, int]]:
         """The nodes, and which of their outputs, whose gradients the rule needs."""
         return [(node, anchor.number) for node, anchor in self.anchors]
 
-    @property
+    @cached_property
     def edges(self) -> set[graph.Edge]:
         """All edges that the call accounts for."""
-        return {edge for into in self.claimed.values() for edges in into.values() for edge in edges}
+        return {edge for edges in self.paths.values() for edge in edges}
 
     @property
     def nodes(self) -> set[Node]:
         """The nodes at its outputs and on its paths to its parameters."""
-        return {node for node, _ in self.anchors}.union(*self.claimed.values())
+        return {node for node, _ in self.anchors}.union(self.paths)
 
     @cached_property
     def site(self) -> Site:
@@ -76,9 +81,19 @@ class Use:
         assert self.record.rule is not None
         return self.record.rule
 
+    @cached_property
+    def module(self) -> nn.Module:
+        """The layer as it was called."""
+        return self.record.module_as_called()
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name."""
+        return self.record.arguments()
+
     def feature_axes(self, dim: int) -> int | None:
         """Trailing axes of an output that belong to the layer's function, if its rule says so."""
-        return self.rule.count_feature_axes(self.record.module_as_called(), dim)
+        return self.rule.count_feature_axes(self.module, dim)
 
     def output_gradient(self, position: int, gradient: Tensor | None) -> Tensor | None:
         """A gradient that arrived at an anchor, as the rule takes it."""
@@ -91,11 +106,22 @@ class Use:
         """An output or its gradient with the rows in front, where the layer keeps them elsewhere."""
         if self.rule.arrange is None:
             return tensor
-        return self.rule.arrange(self.record.module_as_called(), self.record.arguments(), index, tensor)
+        self.record.check_kept(self.name)
+        return self.rule.arrange(self.module, self.arguments, index, tensor)
+
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        """What kernels keep for their own backward, by the claimed parameter; nothing if it was freed or changed."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for attribute, accumulator in self.claimed.items():
+            for node, _ in self.paths[accumulator]:
+                if names := KEPT.get(graph.kind(node)):
+                    with suppress(AttributeError, RuntimeError):
+                        found[attribute] = {name: graph.saved(node, name).detach() for name in names}
+        return found
 
     def check_hooks(self) -> None:
         """Refuse hooks on the graph that may change the gradient where nobody sees it (:class:`UnsupportedLayer`)."""
-        nodes = {node for into in self.claimed.values() for edges in into.values() for node, _ in edges}
+        nodes = {node for node, _ in self.edges}
         if any(map(graph.has_foreign_hooks, nodes.union(node for node, _ in self.anchors))):
             raise UnsupportedLayer(hook_message(f"{self.name} ({self.record.module_type.__name__})"))
 
@@ -179,19 +205,17 @@ def _claim(use: Use, accumulators: Mapping[int, Node]) -> None:
     if not own or not use.anchors:
         return
     edges = list(paths.region([node for node, _ in use.anchors], use.record.input_nodes))
-    for attribute, accumulator in own.items():
-        into = paths.leading_to([accumulator], edges)
-        if into:
-            use.claimed[attribute] = into
+    use.paths = paths.leading_to(list(own.values()), edges)
+    use.claimed = {attribute: node for attribute, node in own.items() if node in use.paths}
 
 
 def _is_alone(use: Use, walk: graph.Walk) -> bool:
     """Whether the intermediates on the call's paths to its parameters are used by it alone."""
-    for into in use.claimed.values():
-        for node, edges in into.items():
-            if node not in walk.accumulators and set(walk.consumers[node]) - set(edges):
-                return False
-    return True
+    # All of a node's edges below the anchors are there, each once; so it is enough to count.
+    return all(
+        node in walk.accumulators or len(walk.consumers[node]) == len(edges)
+        for node, edges in use.paths.items()
+    )
 
 
 def _disjoint(uses: Sequence[Use]) -> list[Use]:
@@ -207,7 +231,7 @@ def _overlaps(use: Use, anchored: Mapping[Node, Sequence[Use]]) -> bool:
     if len(set(use.places)) < len(use.anchors):
         return True  # returns one tensor twice
     own = set(map(id, use.record.parameters.values()))
-    inside = [other for into in use.claimed.values() for node in into for other in anchored.get(node, ())]
+    inside = [other for node in use.paths for other in anchored.get(node, ())]
     return any(other is use or own & set(map(id, other.record.parameters.values())) for other in inside)
 
 

@@ -1,16 +1,19 @@
 """Sums of outer products over positions: linear layers, convolutions, attention projections, recurrent gates."""
 
+import copy
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from gradbatch.errors import RuleError
 from gradbatch.factors.base import PerSampleGrad
 from gradbatch.factors.dense import Dense, check_devices, check_floating
-from gradbatch.plans.contractions import Plan, select
+from gradbatch.plans.contractions import Plan, accumulation_dtype, select
 from gradbatch.plans.convolutions import Patches
 from gradbatch.plans.kernels import Operand, part, rounding
+from gradbatch.plans.positions import Positions
 
 
 class OuterProduct(PerSampleGrad):
@@ -45,12 +48,45 @@ class OuterProduct(PerSampleGrad):
         check_floating("OuterProduct", left=left.dtype, right=right.dtype)
         check_devices("OuterProduct", [left.device, right.device])
         super().__init__(shape, samples, [left.dtype, right.dtype], left.device)
-        self.left, self.right = left, right
+        self._parts: list[tuple[Tensor, Operand]] = [(left, right)]
+        self._shared: Positions | None = None
+
+    @property
+    def left(self) -> Tensor:
+        """``[N, G, P, T]``."""
+        return self._joined()[0]
+
+    @property
+    def right(self) -> Operand:
+        """``[N, G, D, T]``."""
+        return self._joined()[1]
 
     @property
     def factor_sizes(self) -> tuple[int, int, int]:
         """``(G, P, D)``."""
-        return self.left.shape[1], self.left.shape[2], self.right.shape[2]
+        left, right = self._parts[0]
+        return left.shape[1], left.shape[2], right.shape[2]
+
+    @property
+    def has_patches(self) -> bool:
+        """Whether the right operand is not unfolded."""
+        return isinstance(self._parts[0][1], Patches)
+
+    def followed_by(self, other: "OuterProduct") -> "OuterProduct":
+        """The sum of both, of equal factor sizes and without patches: the positions of one behind those of the other.
+
+        They are joined when they are first looked at; a layer that is called in a loop makes many of them.
+        """
+        twin = copy.copy(self)
+        twin._parts, twin._shared = [*self._parts, *other._parts], None
+        twin.dtype = accumulation_dtype(self.dtype, other.dtype)
+        return twin
+
+    def _joined(self) -> tuple[Tensor, Operand]:
+        if len(self._parts) > 1:
+            lefts, rights = zip(*self._parts, strict=True)
+            self._parts[:] = [(_concatenated(lefts), _concatenated(rights))]
+        return self._parts[0]
 
     def _dense(self) -> Tensor:
         return self.planner.dense(self.left, self.right).reshape(self.num_samples, *self.shape)
@@ -70,7 +106,7 @@ class OuterProduct(PerSampleGrad):
         return OuterProduct(_join(self.left, k), right, self.shape)
 
     def _plan(self, operation: str) -> Plan:
-        return self.planner.plan(operation, self.left, self.right)
+        return self.planner.plan(operation, self.left, self.right, shared=self._shared is not None)
 
     def _keep(self, operations: Sequence[str], room: int) -> tuple[PerSampleGrad, int]:
         if self.planner.pays_to_keep(operations, self.left, self.right, room):
@@ -89,7 +125,8 @@ class OuterProduct(PerSampleGrad):
         return sums.reshape(len(weights), *self.shape)
 
     def _squared_norm(self) -> Tensor:
-        return self.planner.squared_norm(self.left, self.right)
+        products = None if self._shared is None else self._shared.products
+        return self.planner.squared_norm(self.left, self.right, products)
 
     def _sum_of_squares(self, center: Tensor | None) -> Tensor:
         center = None if center is None else center.reshape(self.factor_sizes)
@@ -105,6 +142,28 @@ class OuterProduct(PerSampleGrad):
     def _details(self) -> str:
         groups, outputs, inputs = self.factor_sizes
         return f", G={groups} P={outputs} D={inputs} T={self.left.shape[3]}"
+
+
+def with_common_left(left: Tensor, rights: Sequence[Tensor]) -> list[OuterProduct]:
+    """Gradients of several matrices that were multiplied for the same result: ghost norms share what they can.
+
+    Args:
+        left: ``[N, 1, P, T]``.
+        rights: ``[N, 1, D, T]`` each.
+    """
+    grads = [OuterProduct(left, right, (left.shape[2], right.shape[2])) for right in rights]
+    if len(grads) > 1:
+        shared = Positions(left)
+        for grad in grads:
+            grad._shared = shared
+    return grads
+
+
+def _concatenated(operands: Sequence[Tensor]) -> Tensor:
+    """Positions one after another, ``[N, G, C, T]``; next to each other in memory is what was so before."""
+    if operands[0].stride(2) == 1:
+        return torch.cat([operand.mT for operand in operands], 2).mT
+    return torch.cat(list(operands), 3)
 
 
 def _join(operand: Tensor, k: int) -> Tensor:

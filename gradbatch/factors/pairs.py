@@ -144,16 +144,16 @@ def _merge(left: PerSampleGrad, right: PerSampleGrad) -> PerSampleGrad | None:
     if isinstance(left, OuterProduct) and isinstance(right, OuterProduct):
         if left.factor_sizes != right.factor_sizes:
             return None
+        if not (left.has_patches or right.has_patches):
+            return left.followed_by(right)
         joined = _join(left.right, right.right)
         if joined is not None:
             return OuterProduct(torch.cat([left.left, right.left], 3), joined, left.shape)
     return None
 
 
-def _join(first: Tensor | Patches, second: Tensor | Patches) -> Tensor | Patches | None:
+def _join(first: Tensor | Patches, second: Tensor | Patches) -> Patches | None:
     """Concatenate positions. Patches of different windows or sizes stay apart: unfolding them could need any memory."""
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return torch.cat([first, second], 3)
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return None
     layout, layout2 = (

@@ -86,6 +86,7 @@ class Planner:
         right: Operand,
         others: tuple[Tensor, Operand] | None = None,
         count: int = 1,
+        shared: bool = False,
     ) -> Plan:
         """How an operation is evaluated; before anything was measured, by the cost model.
 
@@ -95,11 +96,12 @@ class Planner:
             right: ``[N, G, D, T]``.
             others: the second left and right of ``inner`` and ``gram``; by default those of the first.
             count: number of weight vectors or directions.
+            shared: whether another parameter has the left one too.
 
         Raises:
             UsageError: for an unknown operation.
         """
-        sizes, plans = self._candidates(operation, left, right, others, count)
+        sizes, plans = self._candidates(operation, left, right, others, count, shared)
         known = self._timings.best.get(key_of(operation, sizes, left, right))
         return plans[0] if known is None else known[0]
 
@@ -110,6 +112,7 @@ class Planner:
         right: Operand,
         others: tuple[Tensor, Operand] | None,
         count: int,
+        shared: bool = False,
     ) -> tuple[Sizes, tuple[Plan, ...]]:
         check_operation(operation)
         left2, right2 = others or (left, right)
@@ -127,6 +130,7 @@ class Planner:
             pair=others is not None,
             window=max(window_of(right), window_of(right2)),
             cuda=left.device.type == "cuda",
+            shared=shared,
         )
         return sizes, candidates(operation, sizes, self.budget, tuple(sorted(self.force.items())))
 
@@ -138,9 +142,10 @@ class Planner:
         right: Operand,
         others: tuple[Tensor, Operand] | None = None,
         count: int = 1,
+        shared: bool = False,
     ) -> Tensor:
         """Run the best plan."""
-        sizes, plans = self._candidates(operation, left, right, others, count)
+        sizes, plans = self._candidates(operation, left, right, others, count, shared)
         if not self.measure or len(plans) == 1:
             return run(plans[0])
         return self._timings.run(key_of(operation, sizes, left, right), plans, run, left.device)
@@ -202,14 +207,18 @@ class Planner:
 
         return self._evaluate(run, "weighted_sum", left, right, count=len(weights))
 
-    def squared_norm(self, left: Tensor, right: Operand) -> Tensor:
-        """Squared norms, ``[N]``, never negative."""
+    def squared_norm(
+        self, left: Tensor, right: Operand, products: Callable[[], Tensor] | None = None
+    ) -> Tensor:
+        """Squared norms, ``[N]``, never negative; ``products`` gives those of left positions that others want too."""
+        given = left
         left, right = promoted(left, right)
+        shared = products if left is given else None
 
         def run(plan: Plan) -> Tensor:
             if plan.name == "dense":
                 return kernels.squared_norm_dense(left, right, plan.tile, plan.kernel)
-            norms, size = kernels.squared_norm_ghost(left, right, plan.tile)
+            norms, size = kernels.squared_norm_ghost(left, right, plan.tile, shared)
             lost = kernels.cancelled(size, norms).nonzero()[:, 0]
             if len(lost) == 0:
                 return norms
@@ -217,7 +226,7 @@ class Planner:
             again = self.forcing(squared_norm="dense").squared_norm(*widened(left[lost], select(right, lost)))
             return norms.index_copy(0, lost, again.to(norms.dtype))
 
-        return self._evaluate(run, "squared_norm", left, right)
+        return self._evaluate(run, "squared_norm", left, right, shared=shared is not None)
 
     def inner(self, left: Tensor, right: Operand, left2: Tensor, right2: Operand) -> Tensor:
         """Inner products of each sample's two gradients, ``[N]``; exact to rounding of the product of the norms."""
@@ -331,15 +340,8 @@ class Planner:
         self, left: Tensor, right: Operand, norms: Tensor, tile: Tile
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Materialise the samples whose ghost sums are not to be trusted: their positions, ``[n, G, P, D]``."""
-        lost = _cancelled(left, right, norms, tile)
+        lost = kernels.cancelled_samples(left, right, norms, tile)
         bytes_each = left.shape[1] * left.shape[2] * right.shape[2] * left.dtype.itemsize
         for start, stop in kernels.spans(len(lost), self.budget // max(1, bytes_each)) if len(lost) else ():
             index = lost[start:stop]
             yield index, self.dense(left[index], select(right, index))
-
-
-def _cancelled(left: Tensor, right: Operand, norms: Tensor, tile: Tile) -> Tensor:
-    """Samples whose ghost sums are not to be trusted, by their position."""
-    exact = left.shape[3] < 2  # an outer product alone has nothing to cancel with
-    noise = norms if exact else kernels.rounding(left, right, tile)
-    return kernels.cancelled(noise, norms).nonzero()[:, 0]

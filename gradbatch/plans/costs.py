@@ -51,7 +51,8 @@ class Sizes:
     """The sizes of an operation's operands, named by their einsum letters, and how they are stored.
 
     ``pair``: there is a second left and right; ``window``: elements of the window that patches, not unfolded yet, are
-    read with, 0 where there are none; ``cuda``: they are on a CUDA device.
+    read with, 0 where there are none; ``cuda``: they are on a CUDA device; ``shared``: another parameter has the left
+    one too.
     """
 
     n: int
@@ -66,6 +67,7 @@ class Sizes:
     pair: bool
     window: int
     cuda: bool
+    shared: bool = False
 
     def shapes(self, equation: str) -> tuple[tuple[int, ...], ...]:
         """Shapes of the operands of an einsum."""
@@ -130,6 +132,8 @@ def cost_without_dense(operation: str, sizes: Sizes) -> Cost:
     if operation in ("squared_norm", "inner", "gram"):
         elements = 3 * sizes.g * sizes.t * sizes.s  # two Gram matrices of positions, and their product
         times *= sizes.m if operation == "gram" else 1
+        if operation == "squared_norm" and sizes.shared:
+            flops -= sizes.n * sizes.g * sizes.t * sizes.s * sizes.p  # half of the products of left positions
     elif operation in ("dot", "project"):
         elements = sizes.g * sizes.t * (sizes.d if path[0] == (0, 2) else sizes.p) * sizes.k
     else:

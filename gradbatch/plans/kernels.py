@@ -147,8 +147,15 @@ def inner_ghost(left: Tensor, right: Operand, left2: Tensor, right2: Operand, ti
     return out
 
 
-def squared_norm_ghost(left: Tensor, right: Operand, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Squared norms, ``[N]``, without materialised gradients, and the estimate of :func:`rounding`, ``[N]``."""
+def squared_norm_ghost(
+    left: Tensor, right: Operand, tile: Tile, products_of_left: Callable[[], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Squared norms, ``[N]``, without materialised gradients, and the estimate of :func:`rounding`, ``[N]``.
+
+    Args:
+        left, right, tile: the operands, and how much of them is held at once.
+        products_of_left: gives the products of its positions, ``[N, G, T, T]``.
+    """
     samples, _, _, positions = left.shape
     if positions == 1:  # the norm of an outer product is the product of the norms, and cancels with nothing
         norms = (left.square().sum((2, 3)) * columns(right).square().sum((2, 3))).sum(1)
@@ -157,9 +164,12 @@ def squared_norm_ghost(left: Tensor, right: Operand, tile: Tile) -> tuple[Tensor
         return inner_ghost(left, right, left, right, tile), rounding(left, right, tile)
     norms, size = left.new_zeros(samples), left.new_zeros(samples)
     for start, stop in spans(samples, min(tile.samples, tile.unfold)):
-        lefts, rights = left[start:stop], columns(part(right, start, stop))
-        products = torch.matmul(lefts.mT, lefts)
-        products *= torch.matmul(rights.mT, rights)
+        rights = columns(part(right, start, stop))
+        products = torch.matmul(rights.mT, rights)
+        if products_of_left is not None and stop - start == samples:
+            products *= products_of_left()
+        else:
+            products *= torch.matmul(left[start:stop].mT, left[start:stop])
         norms[start:stop] = products.sum((1, 2, 3))
         size[start:stop] = noise(products.diagonal(dim1=2, dim2=3).clamp_min(0).sqrt())
     return norms, size
@@ -300,6 +310,12 @@ def cancelled(noise: Tensor, squared_norm: Tensor) -> Tensor:
     """
     limit = 3e3 if squared_norm.dtype == torch.float64 else 3e2
     return ~(noise <= limit * squared_norm) | ~squared_norm.isfinite()
+
+
+def cancelled_samples(left: Tensor, right: Operand, norms: Tensor, tile: Tile) -> Tensor:
+    """The samples of which :func:`cancelled` is true, by their positions."""
+    exact = left.shape[3] < 2  # an outer product alone has nothing to cancel with
+    return cancelled(norms if exact else rounding(left, right, tile), norms).nonzero()[:, 0]
 
 
 def repaired(

@@ -7,7 +7,7 @@ yields.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -126,6 +126,9 @@ class Call:
             did not say, and axis 0 must be the sample axis.
         training: the layer's training flag during the forward.
         needs: names of the layer's own parameters whose per-sample gradients are wanted.
+        outputs: what ``forward`` returned, detached, in the shapes of ``raw_grad_output``. Empty unless the rule said
+            that it reads them, and where the user has changed one in place since: a rule must do without.
+        kept: by parameter, what the kernel that it went into keeps for its own backward, by torch's name. Mostly empty.
     """
 
     module: Any  # an nn.Module; typed so that a rule can read the attributes of its own layer
@@ -138,6 +141,8 @@ class Call:
     feature_axes: int | None
     training: bool
     needs: frozenset[str]
+    outputs: tuple[Tensor, ...] = ()
+    kept: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:

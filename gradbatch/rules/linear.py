@@ -15,7 +15,7 @@ def features_by_position(tensor: Tensor) -> Tensor:
     return by_position(tensor, 1).mT.unsqueeze(1)
 
 
-@layer_rule(nn.Linear, feature_axes=1, reads=())
+@layer_rule(nn.Linear, feature_axes=1, reads=(), by_row=True)
 def linear(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """``y = x Wᵀ + b``: the weight's gradient is ``Σ_t g_t x_tᵀ``."""
     grad_output = call.grad_output
@@ -29,7 +29,7 @@ def linear(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
         yield "bias", Dense(total(by_position(grad_output, 1), (1,)))
 
 
-@layer_rule(nn.Bilinear, feature_axes=1, reads=())
+@layer_rule(nn.Bilinear, feature_axes=1, reads=(), by_row=True)
 def bilinear(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """``y_p = xᵀ W_p z + b_p``: an outer product of the output gradient with ``x_t zᵀ_t``, flattened."""
     grad_output = call.grad_output

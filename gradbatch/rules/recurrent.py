@@ -1,56 +1,42 @@
-r"""Recurrent layers and cells: one outer product a time step, from a single backward pass through a replay.
+r"""Recurrent layers and cells: one outer product a time step.
 
 A recurrent layer multiplies its input and its previous hidden state with weights, once a time step, so that
 
 .. math:: g_n = \sum_t \delta_{nt}\, r_{nt}^\top
 
 with the gradients :math:`\delta` of the gates before their nonlinearity. The layer does not reveal these, and neither
-does its fused backward. So the rule replays it step by step from its arguments and weights, and asks autograd once for
-the gradients of all gates of all steps.
+does its fused backward. So the rule computes the gates again, from the arguments, the weights and the hidden states
+that the layer returned, and goes back through the steps by the formulas of :mod:`gradbatch.rules.recurrent_cells`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 
-from gradbatch.factors import Dense, OuterProduct, PerSampleGrad
-from gradbatch.rules.axes import by_position, full, total
+from gradbatch.factors import Dense, PerSampleGrad
+from gradbatch.factors.outer_product import with_common_left
+from gradbatch.rules.axes import full, total
 from gradbatch.rules.call import Call
 from gradbatch.rules.linear import features_by_position
+from gradbatch.rules.recurrent_cells import GRU, LSTM, Relu, State, Steps, Tanh, Trace
+from gradbatch.rules.recurrent_onednn import kept_trace
+from gradbatch.rules.recurrent_sequences import (
+    arrange,
+    lengths_of,
+    numbers_of,
+    sequence_first,
+    state_first,
+    tensors_of,
+    turned,
+)
+from gradbatch.rules.recurrent_steps import Weights, backward, forward
 from gradbatch.rules.registry import layer_rule
-
-State = tuple[Tensor, ...]
-Cell = Callable[[Tensor, Tensor, State], State]
-
-
-def arrange(module: Any, arguments: Mapping[str, Any], index: int, tensor: Tensor) -> Tensor:
-    """Bring an output of a recurrent layer, or the gradient of one, to sequences first.
-
-    Args:
-        module: the layer or cell.
-        arguments: of its forward, by name.
-        index: number of the output, counted through nested tuples.
-        tensor: that output, or its gradient.
-
-    Returns:
-        ``[B, T, H]`` for the hidden states of all steps, where packed sequences are in the order that they had before
-        and padded with zeros; ``[B, L * D, H]`` for final states; ``[B, H]`` for those of a cell.
-
-    Edge cases: an unbatched call has ``B = 1``; the bookkeeping of a packed output is returned as it is.
-    """
-    input = arguments["input"]
-    if isinstance(input, PackedSequence) and 0 < index < _tensors_of(input):
-        return tensor
-    if index == 0 and not isinstance(module, nn.RNNCellBase):
-        return _sequence_first(module, input, tensor)
-    return _state_first(module, input, tensor)
 
 
 def declines(module: Any) -> str | None:
@@ -63,190 +49,153 @@ def declines(module: Any) -> str | None:
 # Not LSTMCell: its new memory lies on the way to its hidden state, so a gradient that arrives at the memory has that of
 # the hidden state in it. Its products are read off the graph.
 @layer_rule(
-    nn.RNN,
-    nn.LSTM,
-    nn.GRU,
     nn.RNNCell,
     nn.GRUCell,
     feature_axes=lambda _, output_dim: output_dim - 1,
     arrange=arrange,
+    reads_outputs=True,
+    by_row=True,
+)
+@layer_rule(
+    nn.RNN,
+    nn.LSTM,
+    nn.GRU,
+    feature_axes=lambda _, output_dim: output_dim - 1,
+    arrange=arrange,
     declines=declines,
+    reads_outputs=True,
 )
 def recurrent(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """Gradients of the gates on the left, what the weights were multiplied with on the right."""
-    with torch.enable_grad():
-        runs, outputs = _replay(call)
-        steps = [step for run in runs for step in run.watched]
-        found = iter(torch.autograd.grad(outputs, steps, _grad_outputs(call, outputs[0].dtype)))
-    for run in runs:
-        for kind, deltas, factors in run.products(found):
-            delta, factor = call.layout.sample_first(deltas), call.layout.sample_first(factors)
-            weight, bias = f"weight_{kind}{run.suffix}", f"bias_{kind}{run.suffix}"
-            if weight in call.needs:
-                shape = (delta.shape[-1], factor.shape[-1])
-                yield weight, OuterProduct(features_by_position(delta), features_by_position(factor), shape)
-            if bias in call.needs:
-                yield bias, Dense(total(by_position(delta, 1), (1,)))
+    lengths = lengths_of(call.arguments["input"])
+    layers = _forward(call, lengths)
+    while not any(direction.is_wanted for direction in layers[0]):
+        del layers[0]  # it was there for the inputs of those above
+    _backward(call, layers, lengths)
+    for direction in (direction for layer in layers for direction in layer if direction.is_wanted):
+        for deltas, factors in direction.products:
+            left = _by_sample(call, deltas)
+            sums = total(left.squeeze(1), (2,))
+            wanted = [kind for kind in factors if f"weight_{kind}{direction.suffix}" in call.needs]
+            grads = with_common_left(left, [_by_sample(call, factors[kind]) for kind in wanted])
+            for kind, grad in zip(wanted, grads, strict=True):
+                yield f"weight_{kind}{direction.suffix}", grad
+            for name in (f"bias_{kind}{direction.suffix}" for kind in factors):
+                if name in call.needs:
+                    yield name, Dense(sums.clone())
 
 
-# ---------------------------------------------------------------------- one step of each kind of layer
+def _by_sample(call: Call, steps: Tensor) -> Tensor:
+    """``[T, B, G]`` to an operand of an outer product, ``[N, 1, G, positions]``."""
+    return features_by_position(call.layout.sample_first(steps.transpose(0, 1)))
 
 
-def _lstm(gates: Tensor, hidden_gates: Tensor, state: State) -> State:
-    i, f, g, o = (gates + hidden_gates).chunk(4, -1)
-    memory = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
-    return o.sigmoid() * memory.tanh(), memory
-
-
-def _gru(gates: Tensor, hidden_gates: Tensor, state: State) -> State:
-    size = state[0].shape[-1]
-    both, own = gates.split((2 * size, size), -1)
-    hidden_both, hidden_own = hidden_gates.split((2 * size, size), -1)
-    reset, update = (both + hidden_both).sigmoid().chunk(2, -1)
-    new = (own + reset * hidden_own).tanh()
-    return (new + update * (state[0] - new),)
-
-
-def _elman(nonlinearity: Callable[[Tensor], Tensor]) -> Cell:
-    return lambda gates, hidden_gates, state: (nonlinearity(gates + hidden_gates),)
-
-
-def _cell(module: Any) -> Cell:
-    if isinstance(module, nn.LSTM):
-        return _lstm
-    if isinstance(module, nn.GRU | nn.GRUCell):
-        return _gru
-    # nn.RNN goes by its mode, "RNN_RELU", and has a nonlinearity for show.
-    name = module.mode if isinstance(module, nn.RNN) else module.nonlinearity
-    return _elman(torch.relu if name.lower().endswith("relu") else torch.tanh)
-
-
-# ---------------------------------------------------------------------- one direction of one layer
+# ---------------------------------------------------------------------- all layers, there and back
 
 
 @dataclass
-class _Run:
-    """What a direction of a layer read and computed, step by step in the order in which it takes them.
+class _Direction:
+    """A direction of a layer.
 
     Args:
         suffix: what the names of its parameters end in.
-        input: ``[B, T, D]``.
-        initial: the hidden state that it starts from, ``[B, H]``.
-        state: the latest states, ``[B, H]`` each; in the end, the final ones.
-        gates: the input's part of the gates before the nonlinearity, ``[B, G]`` a step.
-        hidden_gates: the hidden state's part; empty where only their sum matters, so that the gradients are the same.
-        hidden: the hidden state after each step, ``[B, H]``.
-        unprojected: the hidden state before its projection; empty without one.
-        projected: and after it.
+        row: of its states among those of the layer.
+        is_wanted: whether one of its parameters needs a gradient.
+        weights: the parameters' values.
+        input: ``[T, B, D]``, in the order in which it takes the steps.
+        trace: what it computed.
+        products: once it went back, the gradients of products with weights, ``[T, B, G]``, and what these had been
+            multiplied with, ``[T, B, D]``, by the kind of weight.
     """
 
     suffix: str
+    row: int
+    is_wanted: bool
+    weights: Weights
     input: Tensor
-    initial: Tensor
-    state: State
-    gates: list[Tensor]
-    hidden_gates: list[Tensor] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
-    unprojected: list[Tensor] = field(default_factory=list)
-    projected: list[Tensor] = field(default_factory=list)
+    trace: Trace
+    products: list[tuple[Tensor, dict[str, Tensor]]] = field(default_factory=list)
 
-    @property
-    def watched(self) -> list[Tensor]:
-        """The tensors whose gradients :meth:`products` wants, in this order."""
-        return [*self.gates, *self.hidden_gates, *self.projected]
-
-    def products(self, found: Iterator[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Kind of weight, gradients of its products ``[B, T, G]``, and what it was multiplied with ``[B, T, D]``."""
-        gates = _stack(next(found) for _ in self.gates)
-        hidden_gates = _stack(next(found) for _ in self.hidden_gates) if self.hidden_gates else gates
-        yield "ih", gates, self.input.detach()
-        yield "hh", hidden_gates, _stack([self.initial, *self.hidden[:-1]]).detach()
-        if self.projected:
-            yield "hr", _stack(next(found) for _ in self.projected), _stack(self.unprojected).detach()
+    def back(self, grads: Tensor, memory_grads: Tensor | None) -> Tensor:
+        """Go back from the gradients of all states; returns those of the input's part of the gates, ``[T, B, G]``."""
+        deltas, hidden_deltas = backward(self.trace, self.weights, grads, memory_grads)
+        input, previous = {"ih": self.input}, {"hh": self.trace.hidden[:-1]}
+        is_one = deltas is hidden_deltas
+        self.products = (
+            [(deltas, input | previous)] if is_one else [(deltas, input), (hidden_deltas, previous)]
+        )
+        if self.weights.hr is not None:
+            self.products.append((grads, {"hr": self.trace.unprojected}))
+        return deltas
 
 
-def _run(module: Any, suffix: str, input: Tensor, state: State, alive: Tensor | None, watch: bool) -> _Run:
-    """Replay a direction of a layer.
-
-    Args:
-        module: the layer or cell.
-        suffix: what the names of the direction's parameters end in.
-        input: ``[B, T, D]``, in the order in which the direction takes it.
-        state: the initial states, ``[B, H]`` each.
-        alive: ``[B, T, 1]``, false where a sequence is over and keeps its state; ``None`` if all are equally long.
-        watch: whether the gradients of its gates will be wanted.
-    """
-
-    def own(name: str) -> Any:
-        parameter = getattr(module, name + suffix, None)
-        return None if parameter is None else parameter.detach().to(input.dtype)
-
-    cell, separate = _cell(module), isinstance(module, nn.GRU | nn.GRUCell)
-    weight_hh, bias_hh, weight_hr = own("weight_hh"), own("bias_hh"), own("weight_hr")
-    gates = F.linear(input, own("weight_ih"), own("bias_ih"))
-    run = _Run(suffix, input, state[0], state, [_watch(step, watch) for step in gates.unbind(1)])
-    for t, step in enumerate(run.gates):
-        hidden_gates = F.linear(run.state[0], weight_hh, bias_hh)
-        if separate:
-            run.hidden_gates.append(_watch(hidden_gates, watch))
-        state = cell(step, hidden_gates, run.state)
-        if weight_hr is not None:
-            run.unprojected.append(state[0])
-            run.projected.append(F.linear(state[0], weight_hr))
-            state = (run.projected[-1], *state[1:])
-        if alive is not None:
-            state = tuple(
-                torch.where(alive[:, t], new, old) for new, old in zip(state, run.state, strict=True)
-            )
-        run.state = state
-        run.hidden.append(state[0])
-    return run
+def _forward(call: Call, lengths: Tensor | None) -> list[list[_Direction]]:
+    """Run all layers again, each from its hidden states where they are known."""
+    module, sequence = call.module, _input(call)
+    names, states = _suffixes(module), _initial_states(call, sequence)
+    over = None if lengths is None else (numbers_of(sequence) >= lengths).unsqueeze(2)
+    layers: list[list[_Direction]] = []
+    for suffixes in names:
+        is_last = len(layers) == len(names) - 1
+        output = _output(call, sequence.dtype) if is_last else None
+        outputs = [None] * len(suffixes) if output is None else output.chunk(len(suffixes), -1)
+        layer: list[_Direction] = []
+        for suffix, known in zip(suffixes, outputs, strict=True):
+            row = len(layers) * len(suffixes) + len(layer)
+            input, state = turned(sequence, suffix, lengths), tuple(each[:, row] for each in states)
+            weights, kept = _weights(module, suffix, sequence.dtype), _kept(call, suffix)
+            trace = kept_trace(kept, weights, input, state, suffix.endswith("_reverse")) if kept else None
+            if trace is None:
+                known = None if known is None else turned(known, suffix, lengths)
+                trace = forward(_kind(module), weights, input, state, known, over)
+            is_wanted = any(name.endswith(suffix) for name in call.needs)
+            layer.append(_Direction(suffix, row, is_wanted, weights, input, trace))
+        layers.append(layer)
+        if not is_last:
+            sequence = torch.cat([turned(d.trace.hidden[1:], d.suffix, lengths) for d in layer], -1)
+    return layers
 
 
-def _watch(tensor: Tensor, watch: bool) -> Tensor:
-    return tensor.requires_grad_() if watch else tensor
+def _backward(call: Call, layers: list[list[_Direction]], lengths: Tensor | None) -> None:
+    """Go back through the layers from the gradients of the call's outputs."""
+    arriving, *final = _grad_outputs(call, layers[0][0].input)
+    for layer in reversed(layers):
+        below = []
+        for direction, outside in zip(layer, arriving.chunk(len(layer), -1), strict=True):
+            if layer is layers[0] and not direction.is_wanted:
+                continue
+            finals = [grad[:, direction.row] for grad in final]
+            grads = turned(outside, direction.suffix, lengths).clone(memory_format=torch.contiguous_format)
+            _add_final(grads, finals[0], lengths)
+            memory_grads = None
+            if len(finals) > 1 and finals[1].any():
+                memory_grads = finals[1].new_zeros(len(grads), *finals[1].shape)
+                _add_final(memory_grads, finals[1], lengths)
+            deltas = direction.back(grads, memory_grads)
+            if layer is not layers[0]:
+                below.append(turned(deltas @ direction.weights.ih, direction.suffix, lengths))
+        arriving = sum(below[1:], below[0]) if below else arriving
 
 
-def _stack(steps: Iterable[Tensor]) -> Tensor:
-    return torch.stack(list(steps), 1)
-
-
-# ---------------------------------------------------------------------- all layers
-
-
-def _replay(call: Call) -> tuple[list[_Run], list[Tensor]]:
-    """Replay the whole layer.
-
-    Returns:
-        The directions with parameters that need a gradient, and the outputs as :func:`_grad_outputs` has their
-        gradients.
-    """
-    module, input = call.module, call.arguments["input"]
-    is_cell = isinstance(module, nn.RNNCellBase)
-    if is_cell:
-        sequence = full(_state_first(module, input, input).unsqueeze(1))
+def _add_final(grads: Tensor, final: Tensor, lengths: Tensor | None) -> None:
+    """Add the gradient of a final state, ``[B, H]``, to that of the last step of each sequence, in place."""
+    if lengths is None:
+        grads[-1] += final
     else:
-        data = input.data if isinstance(input, PackedSequence) else input
-        sequence = full(_sequence_first(module, input, data))
-    alive = _alive(input) if isinstance(input, PackedSequence) else None
-    initial = _initial_states(call, sequence)
-    watched: list[_Run] = []
-    final: list[State] = []
-    for suffixes in _suffixes(module):
-        hidden = []
-        for suffix in suffixes:
-            backwards = suffix.endswith("_reverse")
-            steps = _reversed(sequence, alive) if backwards else sequence
-            state = tuple(states[:, len(final)] for states in initial)
-            watch = any(name.endswith(suffix) for name in call.needs)
-            run = _run(module, suffix, steps, state, alive, watch)
-            if watch:
-                watched.append(run)
-            final.append(run.state)
-            hidden.append(_reversed(_stack(run.hidden), alive) if backwards else _stack(run.hidden))
-        sequence = torch.cat(hidden, -1)
-    finals = [_stack(states) for states in zip(*final, strict=True)]
-    return watched, finals if is_cell else [sequence, *finals]
+        grads[lengths - 1, torch.arange(len(final), device=final.device)] += final
+
+
+# ---------------------------------------------------------------------- what a layer consists of
+
+
+def _kind(module: Any) -> type[Steps]:
+    if isinstance(module, nn.LSTM):
+        return LSTM
+    if isinstance(module, nn.GRU | nn.GRUCell):
+        return GRU
+    # nn.RNN goes by its mode, "RNN_RELU", and has a nonlinearity for show.
+    name = module.mode if isinstance(module, nn.RNN) else module.nonlinearity
+    return Relu if name.lower().endswith("relu") else Tanh
 
 
 def _suffixes(module: Any) -> list[list[str]]:
@@ -257,70 +206,58 @@ def _suffixes(module: Any) -> list[list[str]]:
     return [[f"_l{layer}{direction}" for direction in directions] for layer in range(module.num_layers)]
 
 
+def _weights(module: Any, suffix: str, dtype: torch.dtype) -> Weights:
+    def own(name: str) -> Any:
+        parameter = getattr(module, name + suffix, None)
+        return None if parameter is None else parameter.detach().to(dtype)
+
+    return Weights(*map(own, ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")))
+
+
+def _kept(call: Call, suffix: str) -> Mapping[str, Tensor] | None:
+    """What the kernel of a direction keeps, if anything."""
+    return next((kept for name, kept in call.kept.items() if name.endswith(suffix)), None)
+
+
+# ---------------------------------------------------------------------- arguments and results, steps first
+
+
+def _input(call: Call) -> Tensor:
+    """The input in at least float32, ``[T, B, D]``; a cell's is one step."""
+    module, input = call.module, call.arguments["input"]
+    if isinstance(module, nn.RNNCellBase):
+        return full(state_first(module, input, input).unsqueeze(0))
+    data = input.data if isinstance(input, PackedSequence) else input
+    return full(sequence_first(module, input, data)).transpose(0, 1)
+
+
+def _output(call: Call, dtype: torch.dtype) -> Tensor | None:
+    """The hidden states of the last layer, ``[T, B, D * H]``, if they are known in a dtype."""
+    if not call.outputs or call.outputs[0].dtype != dtype:
+        return None
+    output = call.outputs[0]
+    return output.unsqueeze(0) if isinstance(call.module, nn.RNNCellBase) else output.transpose(0, 1)
+
+
 def _initial_states(call: Call, sequence: Tensor) -> State:
-    """The states before the first step, ``[B, L * D, H]`` each, in the dtype of the replay."""
+    """The states before the first step, ``[B, L * D, H]`` each, in the dtype of the sequence."""
     module, given = call.module, call.arguments.get("hx")
     is_cell, has_memory = isinstance(module, nn.RNNCellBase), isinstance(module, nn.LSTM)
     if given is None:
         rows = sum(map(len, _suffixes(module)))
         sizes = (getattr(module, "proj_size", 0) or module.hidden_size, module.hidden_size)
-        return tuple(sequence.new_zeros(len(sequence), rows, size) for size in sizes[: 1 + has_memory])
+        return tuple(sequence.new_zeros(sequence.shape[1], rows, size) for size in sizes[: 1 + has_memory])
     states = [
-        _state_first(module, call.arguments["input"], state) for state in (given if has_memory else [given])
+        state_first(module, call.arguments["input"], state) for state in (given if has_memory else [given])
     ]
     return tuple((state.unsqueeze(1) if is_cell else state).to(sequence.dtype) for state in states)
 
 
-def _grad_outputs(call: Call, dtype: torch.dtype) -> list[Tensor]:
-    """Gradients of the outputs of :func:`_replay`: without a packed output's bookkeeping, a cell's ``[B, 1, H]``."""
+def _grad_outputs(call: Call, sequence: Tensor) -> list[Tensor]:
+    """Gradients of all hidden states, ``[T, B, D * H]``, and of the final states, ``[B, L * D, H]`` each."""
     grads, input = call.raw_grad_output, call.arguments["input"]
     if isinstance(call.module, nn.RNNCellBase):
-        grads = [grad.unsqueeze(1) for grad in (grads if isinstance(grads, tuple) else (grads,))]
-    elif isinstance(input, PackedSequence):
-        grads = [grads[0], *grads[_tensors_of(input) :]]
-    return [grad.to(dtype) for grad in grads]
-
-
-# ---------------------------------------------------------------------- sequences first
-
-
-def _sequence_first(module: Any, input: Any, tensor: Tensor) -> Tensor:
-    """``[B, T, H]`` of the input of a layer, or of its output."""
-    if isinstance(input, PackedSequence):
-        padded, _ = pad_packed_sequence(PackedSequence(tensor, *input[1:]), batch_first=True)
-        return padded
-    if input.dim() == 2:
-        return tensor.unsqueeze(0)
-    return tensor if module.batch_first else tensor.transpose(0, 1)
-
-
-def _state_first(module: Any, input: Any, tensor: Tensor) -> Tensor:
-    """``[B, L * D, H]`` of initial or final states; those of packed sequences are in the order before packing.
-
-    Edge cases: what a cell takes and returns is ``[B, H]``.
-    """
-    if isinstance(module, nn.RNNCellBase):
-        return tensor.unsqueeze(0) if input.dim() == 1 else tensor
-    is_batched = isinstance(input, PackedSequence) or input.dim() == 3
-    return tensor.transpose(0, 1) if is_batched else tensor.unsqueeze(0)
-
-
-def _tensors_of(packed: PackedSequence) -> int:
-    """How many tensors a packed sequence consists of: data, batch sizes, and orders unless it came sorted."""
-    return sum(isinstance(part, Tensor) for part in packed)
-
-
-def _alive(packed: PackedSequence) -> Tensor | None:
-    """``[B, T, 1]``, true within each sequence; ``None`` if all are equally long."""
-    ones = packed.data.new_ones(len(packed.data), 1, dtype=torch.bool)
-    alive, _ = pad_packed_sequence(PackedSequence(ones, *packed[1:]), batch_first=True)
-    return None if alive.numel() == len(ones) else alive
-
-
-def _reversed(sequence: Tensor, alive: Tensor | None) -> Tensor:
-    """Turn each sequence of ``[B, T, H]`` around within its own length."""
-    if alive is None:
-        return sequence.flip(1)
-    steps = torch.arange(sequence.shape[1], device=sequence.device).view(1, -1, 1)
-    index = torch.where(alive, alive.sum(1, keepdim=True) - 1 - steps, steps)
-    return sequence.gather(1, index.expand_as(sequence))
+        final = grads.unsqueeze(1).to(sequence.dtype)
+        return [torch.zeros_like(final).transpose(0, 1), final]
+    states = grads[tensors_of(input) :] if isinstance(input, PackedSequence) else grads[1:]
+    return [grad.to(sequence.dtype) for grad in (grads[0].transpose(0, 1), *states)]

@@ -37,6 +37,8 @@ class LayerRule:
         reads: names of own parameters and buffers whose values the rule reads; ``None``: all of them.
         arrange: brings an output to the shape in which ``feature_axes`` counts; ``None``: it is in that shape.
         declines: says why the rule does not describe a module as it stands; ``None``: it always does.
+        reads_outputs: whether the rule reads :attr:`Call.outputs`.
+        by_row: whether calls may be joined to one that has the rows of all of them.
     """
 
     function: RuleFunction
@@ -45,6 +47,8 @@ class LayerRule:
     reads: Reads
     arrange: Arrange = None
     declines: Declines = None
+    reads_outputs: bool = False
+    by_row: bool = False
 
     def count_feature_axes(self, module: nn.Module, output_dim: int) -> int | None:
         """Number of trailing feature axes of an output with ``output_dim`` axes; ``None`` if the rule did not say."""
@@ -68,6 +72,8 @@ def layer_rule(
     reads: Reads = None,
     arrange: Arrange = None,
     declines: Declines = None,
+    reads_outputs: bool = False,
+    by_row: bool = False,
 ) -> Callable[[_Function], _Function]:
     """Teach gradbatch a layer: register a function from a call to the per-sample gradients of its parameters.
 
@@ -88,6 +94,9 @@ def layer_rule(
             numbers with the rows first. ``call.raw_grad_output`` is arranged, and so must the rule's own tensors be.
         declines: from the module to why the rule does not describe it as it stands (``None`` if it does); such a call
             is explained by the operations that it consists of.
+        reads_outputs: whether the rule makes use of ``call.outputs``, which are kept in memory for it.
+        by_row: whether each row of the output depends on the same row of each tensor among the arguments and on nothing
+            else, so that calls in a loop may be joined to one with the rows of all of them.
 
     Returns:
         A decorator that returns the function unchanged.
@@ -124,7 +133,9 @@ def layer_rule(
 
     def register(function: _Function) -> _Function:
         for kind in types:
-            _RULES[kind] = LayerRule(function, _methods(kind), feature_axes, reads, arrange, declines)
+            _RULES[kind] = LayerRule(
+                function, _methods(kind), feature_axes, reads, arrange, declines, reads_outputs, by_row
+            )
         return function
 
     return register
