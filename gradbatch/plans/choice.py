@@ -29,7 +29,7 @@ _MANY_POSITIONS, _NARROW = 512, 64
 
 # Temporaries up to this size are carved out of memory that the C library keeps on a CPU; larger ones are fetched from
 # the system page by page, which takes longer than the arithmetic. They stay in a cache besides.
-RECYCLED = 16 * 2**20
+RECYCLED = 8 * 2**20
 
 
 @dataclass(frozen=True)
