@@ -9,6 +9,7 @@ from gradbatch.api import (
 )
 from gradbatch.errors import (
     CoupledSamples as CoupledSamples,
+    DistributedError as DistributedError,
     GradBatchError as GradBatchError,
     QuantityError as QuantityError,
     RuleError as RuleError,

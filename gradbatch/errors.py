@@ -21,6 +21,10 @@ class CoupledSamples(GradBatchError):
     """One sample's gradient depends on another sample (BatchNorm in train mode, a contrastive loss, …)."""
 
 
+class DistributedError(GradBatchError):
+    """Another process of a distributed run failed, does something else, or is gone: none of them can go on."""
+
+
 class StaleCapture(GradBatchError):
     """A captured tensor, parameter or buffer was changed between forward and backward: its gradient would be wrong."""
 

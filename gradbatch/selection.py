@@ -37,7 +37,7 @@ def select(model: nn.Module, patterns: str | Iterable[str] | None, coupled: bool
 
     Raises:
         CoupledSamples: a layer normalises over the batch, whether or not it has parameters of its own.
-        UsageError: nothing is trainable, a pattern matches nothing, a parameter is lazy, complex or no leaf.
+        UsageError: nothing is trainable, a pattern matches nothing, a parameter is lazy, sharded, complex or no leaf.
     """
     modules = {module: path for path, module in model.named_modules()}
     for module, path in modules.items():
@@ -58,6 +58,12 @@ def select(model: nn.Module, patterns: str | Iterable[str] | None, coupled: bool
             raise UsageError(
                 f"{names[0]} is not a leaf of the autograd graph (it was computed from something); assign a "
                 "torch.nn.Parameter, or freeze it"
+            )
+        if hasattr(parameter, "device_mesh"):
+            raise UsageError(
+                f"{names[0]} is sharded over processes (a DTensor), and samples' gradients are taken of whole "
+                "parameters; after the forward of a model in fully_shard, call gradbatch.backward inside of "
+                "gradbatch.privacy.distributed.whole_parameters(model)"
             )
         if parameter.is_complex():
             raise UsageError(
@@ -87,8 +93,12 @@ def matching(
     wanted = [patterns] if isinstance(patterns, str) else list(patterns)
     if not wanted:
         raise UsageError("parameters: no pattern given; None stands for all parameters")
+    by_name = {name: p for p, own in names.items() for name in own}
+    # Whole names are looked up: many of them, each matched with each parameter, would take long.
     found = {
-        pattern: [p for p, own in names.items() if any(fnmatchcase(name, pattern) for name in own)]
+        pattern: [by_name[pattern]]
+        if pattern in by_name
+        else [p for name, p in by_name.items() if fnmatchcase(name, pattern)]
         for pattern in wanted
     }
     for pattern, parameters in found.items():

@@ -175,6 +175,7 @@ def quantities(n: int, dtype: torch.dtype, device: torch.device) -> list[Quantit
         WeightedSum(single),
         WeightedSum(several),
         ClippedSum(0.5),
+        ClippedSum(0.5, style="normalise"),
     ]
 
 
@@ -193,10 +194,16 @@ QUANTITIES: dict[type[Quantity], Callable[..., Tensor]] = {
 
 # The same for quantities of a parameter that depend on all: from its gradients and a list of those of every parameter.
 JOINT_QUANTITIES: dict[type[Quantity], Callable[..., Tensor]] = {
-    ClippedSum: lambda q, x, every: torch.einsum(
-        "n,nx->x", (q.max_norm / _norms(every)).clamp(max=1), x.flatten(1)
-    ).reshape(x.shape[1:]),
+    ClippedSum: lambda q, x, every: torch.einsum("n,nx->x", _factors(q, every), x.flatten(1)).reshape(
+        x.shape[1:]
+    ),
 }
+
+
+def _factors(asked: ClippedSum, every: Sequence[Tensor]) -> Tensor:
+    if asked.style == "normalise":
+        return asked.max_norm / (_norms(every) + asked.stability)
+    return (asked.max_norm / _norms(every)).clamp(max=1)
 
 
 def _norms(every: Sequence[Tensor]) -> Tensor:

@@ -22,13 +22,20 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"capture", "results", "reduction"}),
     frozenset({"selection", "requests"}),
     frozenset({"api"}),
-    frozenset({"functional", "verify", "privacy", "analysis", "compat"}),
+    frozenset({"functional", "verify", "privacy", "analysis"}),
+    frozenset({"compat"}),
     frozenset({"__init__"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-THIRD_PARTY = {"blockmap": {"torch"}, "cli": {"torch", "typer", "rich"}, "verify": {"torch", "rich"}}
+THIRD_PARTY = {
+    "blockmap": {"torch"},
+    "cli": {"torch", "typer", "rich"},
+    "compat": {"torch", "opacus"},
+    "privacy": {"torch", "dp_accounting"},
+    "verify": {"torch", "rich"},
+}
 MAX_LINES, MAX_FUNCTION_LINES = 350, 70
 
 

@@ -32,7 +32,7 @@ def test_every_error_is_a_gradbatch_error_and_a_runtime_error() -> None:
         for value in vars(gradbatch).values()
         if isinstance(value, type) and issubclass(value, Exception) and not issubclass(value, Warning)
     ]
-    assert len(kinds) == 8
+    assert len(kinds) == 9
     assert all(issubclass(kind, GradBatchError) and issubclass(kind, RuntimeError) for kind in kinds)
     assert all(kind.__doc__ for kind in kinds)
 

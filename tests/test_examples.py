@@ -1,6 +1,8 @@
 """The examples run, from a directory of their own, without a warning."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -27,12 +29,12 @@ def require(extra: str, *modules: str) -> None:
             pytest.skip(f"{module} is not installed: the example needs {extra}")
 
 
-def run(name: str, directory: Path, *arguments: str) -> str:
-    """What the example prints; it ends well, and leaves one picture and nothing else."""
+def run(name: str, directory: Path, *arguments: str, log: str | None = None) -> str:
+    """What the example prints; it ends well, and leaves one picture, its log if it has one, and nothing else."""
     command = [sys.executable, "-c", WITHOUT_TORCHVISION, str(ROOT / "examples" / name), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [*command, "--picture", "some.png"],
+        [*command, "--picture", "some.png", *(("--log", log) if log else ())],
         cwd=directory,
         env=environment,
         capture_output=True,
@@ -43,7 +45,7 @@ def run(name: str, directory: Path, *arguments: str) -> str:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert not ended.stderr
     assert (directory / "some.png").stat().st_size > 10_000
-    assert [path.name for path in directory.iterdir()] == ["some.png"]
+    assert {path.name for path in directory.iterdir()} == {"some.png"} | ({log} if log else set())
     return ended.stdout
 
 
@@ -52,6 +54,22 @@ def test_the_digits_are_trained_on_checked_and_drawn(tmp_path: Path) -> None:
     printed = run("digits.py", tmp_path, "--epochs", "2")
     assert "agree with torch.func.vmap" in printed and "2/2 epochs" in printed
     assert "Gradient norms by class" in printed and "The hardest digits" in printed
+
+
+@pytest.mark.slow
+def test_the_digits_are_learned_privately_within_the_promised_epsilon(tmp_path: Path) -> None:
+    require("gradbatch[demo,privacy]", "sklearn", "matplotlib", "rich", "dp_accounting")
+    printed = run("dp_digits.py", tmp_path, "--epsilon", "4", log="run.jsonl")
+    found = re.search(r"unseen digits recognised +([0-9.]+)% +([0-9.]+)%", printed)
+    assert found, printed
+    private, plain = map(float, found.groups())
+    assert plain > 94 and private > 85
+    spent = re.search(r"epsilon spent, at delta 1e-05 +([0-9.]+)", printed)
+    assert spent and 3.9 < float(spent[1]) <= 4.0
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["run"] == "private"]
+    assert len(steps) == 169 and len(lines) == 2 * 169 and steps[-1]["epsilon"] <= 4.0
+    assert {"batch", "loss", "accuracy", "norm_0.5", "cut"} <= steps[0].keys()
 
 
 @pytest.mark.slow

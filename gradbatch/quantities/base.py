@@ -54,6 +54,14 @@ class Quantity(ABC):
         """
         return self
 
+    def of(self, name: str) -> Quantity:
+        """What :meth:`reduce` is called of for one parameter; of use where parameters differ, as groups do.
+
+        Args:
+            name: of the parameter.
+        """
+        return self
+
     def reduce_into(self, grad: PerSampleGrad, out: Tensor | None) -> Tensor:
         """As :meth:`reduce`; where a quantity is large, into the memory of an earlier result of its own.
 

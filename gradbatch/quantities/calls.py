@@ -47,7 +47,7 @@ def reduce(quantity: Quantity, name: str, grad: PerSampleGrad, out: Tensor | Non
     """
     called, gradients = f"{type(quantity).__name__}.reduce", f"{name} {[grad.num_samples, *grad.shape]}"
     with _named(called, f"on {gradients}", [grad]):
-        tensor = quantity.reduce_into(grad, out)
+        tensor = quantity.of(name).reduce_into(grad, out)
     if not isinstance(tensor, Tensor):
         raise QuantityError(f"{called} returned {_a(tensor)} for {gradients}; let it return a tensor")
     return tensor

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+import copy
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +16,8 @@ from gradbatch.errors import UsageError
 from gradbatch.factors import PerSampleGrad
 from gradbatch.quantities.base import Quantity
 
+Style = Literal["hard", "normalise"]
+
 
 @dataclass(frozen=True)
 class ClippedSum(Quantity):
@@ -20,21 +25,32 @@ class ClippedSum(Quantity):
 
     .. math:: \sum_n \min\left(1, \frac{C}{\lVert g_n \rVert}\right) g_n
 
-    The norm is that of all parameters together for which quantities are computed. Norms and sum come from one backward
-    pass, and neither ordinary gradients nor all per-sample gradients are held. After it,
-    ``results[ClippedSum].quantity`` has ``norms`` and ``factors``, ``[N]`` each.
+    The norm is that of all parameters together for which quantities are computed, or of each group of them. Norms and
+    sum come from one backward pass, and neither ordinary gradients nor all per-sample gradients are held. After it,
+    ``results[ClippedSum].quantity`` has ``norms`` and ``factors``, ``[N]`` each, or ``[N, K]`` for ``K`` groups, the
+    groups' names in ``groups``, their bounds in ``bounds``, and in ``non_finite`` the number of samples left out.
 
     Args:
-        max_norm: ``C``, positive; in the unit of the losses over that of the parameters.
+        max_norm: ``C``, positive; in the unit of the losses over that of the parameters. A mapping from name patterns
+            to bounds (``{"encoder.*": 0.5, "*": 1.0}``) makes a group of the parameters that match each pattern and
+            none before it.
+        per_layer: a group for each module with parameters of its own, each with the bound ``C / sqrt(K)``; a mapping
+            then has each module's bound by its path.
+        style: ``"hard"``; or ``"normalise"``: the factor is ``C / (norm + stability)``, always.
+        stability: what is added to the norm when it is normalised, positive.
 
     Raises:
-        UsageError: ``max_norm`` is not positive.
+        UsageError: a bound or ``stability`` is not positive and finite; another style; a parameter that matches no
+            pattern, or a pattern that no parameter is left for.
 
-    Edge cases: a sample whose norm is not finite (or too large to be squared in its dtype) has a factor of zero and
-    adds nothing at all, not even a NaN; a sample without gradients has a factor of one.
+    Edge cases: a sample whose norm is not finite (or too large to be squared in its dtype), in whatever group, has
+    factors of zero and adds nothing at all, not even a NaN; a sample without gradients has a factor of one.
 
     References:
-        Deep Learning with Differential Privacy (Abadi et al., 2016), https://arxiv.org/abs/1607.00133
+        Deep Learning with Differential Privacy (Abadi et al., 2016), https://arxiv.org/abs/1607.00133;
+        Learning Differentially Private Recurrent Language Models (McMahan et al., 2018), groups,
+        https://arxiv.org/abs/1710.06963;
+        Automatic Clipping (Bu, Wang, Zha, Karypis, 2022), normalisation, https://arxiv.org/abs/2206.07136
 
     Example:
         >>> import torch, gradbatch
@@ -45,33 +61,107 @@ class ClippedSum(Quantity):
         (tensor([[0.6000, 1.3000]]), tensor([5.0000, 0.5000]))
     """
 
-    max_norm: float
+    max_norm: float | Mapping[str, float] = field(hash=False)  # a mapping has no hash
+    per_layer: bool = False
+    style: Style = "hard"
+    stability: float = 0.01
     norms: Tensor | None = field(default=None, init=False, compare=False, repr=False)
     factors: Tensor | None = field(default=None, init=False, compare=False, repr=False)
+    groups: tuple[str, ...] = field(default=(), init=False, compare=False, repr=False)
+    bounds: tuple[float, ...] = field(default=(), init=False, compare=False, repr=False)
+    non_finite: int = field(default=0, init=False, compare=False, repr=False)
+    _group_of: Mapping[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
     name: ClassVar[str] = "clipped_sum"
     operations: ClassVar[tuple[str, ...]] = ("squared_norm", "weighted_sum")
     joint: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.max_norm > 0:
-            raise UsageError(f"max_norm is {self.max_norm}; it is a positive number")
+        bounds = self.max_norm if isinstance(self.max_norm, Mapping) else {"": self.max_norm}
+        for pattern, bound in bounds.items():
+            if not 0 < bound < math.inf:
+                of_group = f" of {pattern!r}" if pattern else ""
+                raise UsageError(f"max_norm{of_group} is {bound}; it is a positive number")
+        if not bounds:
+            raise UsageError("max_norm is an empty mapping; it has a bound for each group of parameters")
+        if self.style not in ("hard", "normalise"):
+            raise UsageError(f'style is {self.style!r}; it is "hard" or "normalise"')
+        if not 0 < self.stability < math.inf:
+            raise UsageError(f"stability is {self.stability}; it is a positive number")
+
+    def grouped(self, names: Iterable[str]) -> ClippedSum:
+        """The same, with ``groups`` and ``bounds`` of the parameters of these names (:class:`UsageError`)."""
+        group_of = {name: self._group(name) for name in names}
+        groups = tuple(dict.fromkeys(group_of.values()))
+        if isinstance(self.max_norm, Mapping):
+            for group in self.max_norm.keys() - set(groups):
+                raise UsageError(f"max_norm: no parameter is left for {group!r}")
+            groups, bounds = tuple(self.max_norm), tuple(map(float, self.max_norm.values()))
+        else:
+            bounds = (self.max_norm / math.sqrt(len(groups)),) * len(groups)
+        return self._with(
+            groups=groups,
+            bounds=bounds,
+            _group_of={name: groups.index(group) for name, group in group_of.items()},
+        )
+
+    @property
+    def sensitivity(self) -> float:
+        """The most by which one sample moves the sum of all parameters: the root of the sum of the squared bounds."""
+        bounds = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
+        return math.hypot(*bounds)
 
     def prepare(self, grads: Mapping[str, PerSampleGrad]) -> ClippedSum:
-        """The same, with the factor of each sample."""
-        first, *rest = (grad.squared_norm() for grad in grads.values())
-        norms = sum((squares.to(first.device) for squares in rest), start=first).sqrt()
-        factors = (self.max_norm / norms).clamp(max=1.0)
-        prepared = replace(self)
-        object.__setattr__(prepared, "norms", norms)
-        object.__setattr__(prepared, "factors", torch.where(norms.isfinite(), factors, 0))
-        return prepared
+        """The same, with the factors of each sample."""
+        grouped = self.grouped(grads)
+        squares: list[Tensor | None] = [None] * len(grouped.groups)
+        device = next(iter(grads.values())).device
+        for name, grad in grads.items():
+            own, group = grad.squared_norm().to(device), grouped._group_of[name]
+            before = squares[group]
+            squares[group] = own if before is None else before + own
+        norms = torch.stack([square for square in squares if square is not None], dim=1).sqrt()
+        bounds = norms.new_tensor(grouped.bounds)
+        hard = self.style == "hard"
+        factors = (bounds / norms).clamp(max=1.0) if hard else bounds / (norms + self.stability)
+        finite = norms.isfinite().all(1)
+        factors = torch.where(finite[:, None], factors, 0)
+        flat = len(grouped.groups) == 1
+        return grouped._with(
+            norms=norms[:, 0] if flat else norms,
+            factors=factors[:, 0] if flat else factors,
+            non_finite=len(finite) - int(finite.sum()),
+        )
+
+    def of(self, name: str) -> ClippedSum:
+        """With the factors of the parameter's group alone."""
+        if self.factors is None or self.factors.dim() == 1:
+            return self
+        return self._with(factors=self.factors[:, self._group_of[name]])
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[*shape]``; of a parameter alone, if nothing was prepared."""
         if self.factors is None:
             return self.prepare({"": grad}).reduce(grad)
         factors = self.factors.to(grad.device)
-        kept = factors > 0
-        if not bool(kept.all()):  # zero times NaN would be NaN
-            grad, factors = grad.select(kept), factors[kept]
+        if self.non_finite:  # zero times NaN would be NaN
+            finite = factors > 0
+            grad, factors = grad.select(finite), factors[finite]
         return grad.weighted_sum(factors)
+
+    def _group(self, name: str) -> str:
+        layer = name.rpartition(".")[0]
+        if not isinstance(self.max_norm, Mapping):
+            return layer if self.per_layer else ""
+        if self.per_layer:
+            found = layer if layer in self.max_norm else None
+        else:
+            found = next((pattern for pattern in self.max_norm if fnmatchcase(name, pattern)), None)
+        if found is None:
+            rest = "every layer needs one" if self.per_layer else 'the pattern "*", last, takes the rest'
+            raise UsageError(f"max_norm has no bound for {name}; {rest}")
+        return found
+
+    def _with(self, **found: object) -> ClippedSum:
+        twin = copy.copy(self)
+        vars(twin).update(found)
+        return twin

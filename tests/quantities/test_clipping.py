@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -154,3 +157,96 @@ def test_what_there_is_no_room_to_keep_is_not_materialised_for_the_sum_alone(
     model = gradbatch.extend(nn.Linear(3, 2))
     gradbatch.backward(model, losses_of(model, torch.randn(4, 3)), ClippedSum(1.0))
     assert len(asked) == 1
+
+
+def by_hand(
+    grads: gradbatch.QuantityResult, factor: Callable[[str, Tensor], Tensor], group_of: Callable[[str], str]
+) -> dict[str, Tensor]:
+    """Clipped sums from materialised gradients, with factors from the norms of each parameter's group."""
+    groups: dict[str, list[Tensor]] = {}
+    for name, grad in grads.items():
+        groups.setdefault(group_of(name), []).append(grad.flatten(1))
+    factors = {group: factor(group, torch.cat(parts, 1).norm(dim=1)) for group, parts in groups.items()}
+    return {name: torch.einsum("n,n...->...", factors[group_of(name)], grad) for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=list(PLANNERS))
+def test_groups_of_parameters_are_clipped_each_to_its_bound(planner: Planner) -> None:
+    model, x = gradbatch.extend(network()), drawn(6)
+    bounds = {"0.*": 0.1, "*.bias": 0.3, "*": 0.5}
+
+    def group_of(name: str) -> str:
+        return "0.*" if name.startswith("0.") else "*.bias" if name.endswith("bias") else "*"
+
+    grads = gradbatch.backward(model, losses_of(model, x), BatchGrad())[BatchGrad]
+    right = by_hand(grads, lambda group, norms: (bounds[group] / norms).clamp(max=1), group_of)
+    found = gradbatch.backward(model, losses_of(model, x), ClippedSum(bounds), planner=planner)[ClippedSum]
+    torch.testing.assert_close(dict(found), right, rtol=1e-10, atol=1e-12)
+    clipped = found.quantity
+    assert clipped.groups == tuple(bounds) and clipped.bounds == tuple(bounds.values())
+    assert clipped.norms.shape == clipped.factors.shape == (6, 3)
+    assert clipped.sensitivity == pytest.approx((0.1**2 + 0.3**2 + 0.5**2) ** 0.5)
+
+
+def test_layers_share_the_bound() -> None:
+    model, x = gradbatch.extend(network()), drawn(6)
+    grads = gradbatch.backward(model, losses_of(model, x), BatchGrad())[BatchGrad]
+    layers = {name: name.rpartition(".")[0] for name in grads}
+    assert set(layers.values()) == {"0", "1", "2", "5"}  # the layer used twice is one
+    right = by_hand(grads, lambda _, norms: (0.5 / 4**0.5 / norms).clamp(max=1), layers.__getitem__)
+    found = gradbatch.backward(model, losses_of(model, x), ClippedSum(0.5, per_layer=True))[ClippedSum]
+    torch.testing.assert_close(dict(found), right, rtol=1e-10, atol=1e-12)
+    assert found.quantity.groups == ("0", "1", "2", "5") and found.quantity.sensitivity == 0.5
+    own = {"0": 0.1, "1": 0.2, "2": 0.3, "5": 0.4}
+    right = by_hand(grads, lambda layer, norms: (own[layer] / norms).clamp(max=1), layers.__getitem__)
+    found = gradbatch.backward(model, losses_of(model, x), ClippedSum(own, per_layer=True))[ClippedSum]
+    torch.testing.assert_close(dict(found), right, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("stability", [0.01, 10.0])
+def test_normalised_gradients_are_all_scaled(stability: float) -> None:
+    model, x = gradbatch.extend(network()), drawn(6)
+    grads = gradbatch.backward(model, losses_of(model, x), BatchGrad())[BatchGrad]
+    right = by_hand(grads, lambda _, norms: 0.5 / (norms + stability), lambda _: "")
+    asked = ClippedSum(0.5, style="normalise", stability=stability)
+    found = gradbatch.backward(model, losses_of(model, x), asked)[ClippedSum]
+    torch.testing.assert_close(dict(found), right, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e200])  # the last overflows when squared
+def test_a_sample_that_is_not_finite_in_one_group_adds_nothing_to_another(bad: float) -> None:
+    values = {name: torch.randn(3, 2, dtype=torch.float64) for name in ("a", "b")}
+    values["a"][1, 0] = bad
+    grads = {name: gradbatch.Dense(value) for name, value in values.items()}
+    clipped = ClippedSum({"a": 1e3, "b": 1e3}).prepare(grads)
+    assert clipped.non_finite == 1 and not clipped.factors[1].any()
+    for name, value in values.items():
+        torch.testing.assert_close(clipped.of(name).reduce(grads[name]), value[0] + value[2])
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: ClippedSum({}), "empty mapping"),
+        (lambda: ClippedSum({"a": 1.0, "b": 0.0}), "max_norm of 'b' is 0.0"),
+        (lambda: ClippedSum(1.0, style="soft"), "style is 'soft'"),
+        (lambda: ClippedSum(1.0, stability=0.0), "stability is 0.0"),
+        (lambda: ClippedSum(float("inf")), "max_norm is inf"),
+        (
+            lambda: ClippedSum({"a.*": 1.0}).grouped(["a.weight", "b.weight"]),
+            "no bound for b.weight; the pattern",
+        ),
+        (lambda: ClippedSum({"*": 1.0, "b.*": 1.0}).grouped(["b.weight"]), "no parameter is left for 'b.*'"),
+        (lambda: ClippedSum({"a": 1.0}, per_layer=True).grouped(["b.weight"]), "every layer needs one"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(says)):
+        make()
+
+
+def test_bounds_by_group_make_no_difference_to_where_results_are_found() -> None:
+    model, x = gradbatch.extend(network()), drawn(5)
+    asked = ClippedSum({"*": 1.0})
+    results = gradbatch.backward(model, losses_of(model, x), asked, BatchL2Grad())
+    assert results[ClippedSum({"*": 1.0})] is results[asked] and dict(results)[asked] is results[asked]

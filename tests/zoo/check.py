@@ -17,6 +17,7 @@ from tests.zoo.entry import Call, Entry, own_losses
 
 # Where a model computes part of its forward in float32, whatever its parameters are, float64 is not to be had.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+SUM_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 # Units of rounding of the largest gradient of the model that any gradient may be off by. The bias of attention's keys
 # has a gradient of zero, which is computed as rounding errors of no particular value.
 ROUNDING = 64
@@ -91,6 +92,8 @@ def _verdict(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", gradbatch.SlowPathWarning)  # right is what is asked here
             found = gradbatch.per_sample_grads(extended, losses)
+            bound = float(_norms(expected).median())
+            clipped = gradbatch.backward(extended, losses, gradbatch.ClippedSum(bound), retain_graph=False)
     except gradbatch.GradBatchError as error:
         return "refused", described(error)
     except Exception as error:
@@ -98,7 +101,26 @@ def _verdict(
     if missing := expected.keys() - found.keys():
         return "wrong", f"no gradients of {min(missing)}"
     name, error = max(_errors(found, expected, precision), key=lambda of: of[1])
-    return ("right", "") if error <= TOLERANCE[precision] else ("wrong", f"error {error:.3g} in {name}")
+    if error > TOLERANCE[precision]:
+        return "wrong", f"error {error:.3g} in {name}"
+    error = _error_of_sum(clipped[gradbatch.ClippedSum], expected, bound)
+    return (
+        ("right", "")
+        if error <= SUM_TOLERANCE[precision]
+        else ("wrong", f"error {error:.3g} in the clipped sum")
+    )
+
+
+def _norms(gradients: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([gradient.flatten(1).double() for gradient in gradients.values()], 1).norm(dim=1)
+
+
+def _error_of_sum(found: Mapping[str, Tensor], gradients: Mapping[str, Tensor], bound: float) -> float:
+    """Of all parameters together: what is to hold is the norm of the sum."""
+    factors = (bound / _norms(gradients)).clamp(max=1)
+    right = {name: torch.einsum("n,n...->...", factors, grad.double()) for name, grad in gradients.items()}
+    difference = sum(float((found[name].double() - right[name]).square().sum()) for name in right)
+    return (difference / sum(float(total.square().sum()) for total in right.values())) ** 0.5
 
 
 def _errors(
