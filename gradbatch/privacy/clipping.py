@@ -80,7 +80,8 @@ def clipped_gradients(
 
     A sample more or less moves this sum, over all parameters together, by at most ``max_norm`` (the root of the sum of
     the squared bounds, with groups), up to the rounding of a norm and a product in the gradients' dtype, which is at
-    least float32. It is a sum, not a mean, and there is no noise in it: :func:`make_private` adds that.
+    least float32; where a gradient is far smaller than the terms that it is added up from, up to 2⁻¹⁰ of it. It is a
+    sum, not a mean, and there is no noise in it: :func:`make_private` adds that.
 
     Args:
         model: an extended model.

@@ -14,9 +14,14 @@ from torch import Tensor
 
 from gradbatch.errors import UsageError
 from gradbatch.factors import PerSampleGrad
+from gradbatch.factors.cancellation import capped_sum, term_norms
 from gradbatch.quantities.base import Quantity
 
 Style = Literal["hard", "normalise"]
+
+# How far rounding may let a sample exceed its bound in a parameter, in units of it: where a sample's terms, scaled, are
+# so large that it could be more, they are added up first.
+_EXCESS = 2.0**-12
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class ClippedSum(Quantity):
             pattern, or a pattern that no parameter is left for.
 
     Edge cases: a sample whose norm is not finite (or too large to be squared in its dtype), in whatever group, has
-    factors of zero and adds nothing at all, not even a NaN; a sample without gradients has a factor of one.
+    factors of zero and adds nothing at all, not even a NaN; a sample without gradients has a factor of one. Of a sample
+    whose terms are huge and cancel, what rounding leaves is cut to the norm that was found.
 
     References:
         Deep Learning with Differential Privacy (Abadi et al., 2016), https://arxiv.org/abs/1607.00133;
@@ -71,6 +77,11 @@ class ClippedSum(Quantity):
     bounds: tuple[float, ...] = field(default=(), init=False, compare=False, repr=False)
     non_finite: int = field(default=0, init=False, compare=False, repr=False)
     _group_of: Mapping[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
+    # Samples whose terms cancel in a parameter: which, and the norms that were found of them there.
+    _cancelling: Mapping[str, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    _apart: tuple[Tensor, Tensor] | None = field(default=None, init=False, compare=False, repr=False)
     name: ClassVar[str] = "clipped_sum"
     operations: ClassVar[tuple[str, ...]] = ("squared_norm", "weighted_sum")
     joint: ClassVar[bool] = True
@@ -115,9 +126,12 @@ class ClippedSum(Quantity):
         grouped = self.grouped(grads)
         squares: list[Tensor | None] = [None] * len(grouped.groups)
         device = next(iter(grads.values())).device
+        found: dict[str, tuple[Tensor, Tensor]] = {}
         for name, grad in grads.items():
-            own, group = grad.squared_norm().to(device), grouped._group_of[name]
-            before = squares[group]
+            own, group = grad.squared_norm(), grouped._group_of[name]
+            norms = own.sqrt()
+            found[name] = norms.to(device), term_norms(grad, norms).to(device)
+            before, own = squares[group], own.to(device)
             squares[group] = own if before is None else before + own
         norms = torch.stack([square for square in squares if square is not None], dim=1).sqrt()
         bounds = norms.new_tensor(grouped.bounds)
@@ -130,23 +144,47 @@ class ClippedSum(Quantity):
             norms=norms[:, 0] if flat else norms,
             factors=factors[:, 0] if flat else factors,
             non_finite=len(finite) - int(finite.sum()),
+            _cancelling=grouped._found_cancelling(found, factors, bounds),
         )
 
     def of(self, name: str) -> ClippedSum:
         """With the factors of the parameter's group alone."""
-        if self.factors is None or self.factors.dim() == 1:
+        apart = self._cancelling.get(name)
+        if self.factors is None or (self.factors.dim() == 1 and apart is None):
             return self
-        return self._with(factors=self.factors[:, self._group_of[name]])
+        factors = self.factors if self.factors.dim() == 1 else self.factors[:, self._group_of[name]]
+        return self._with(factors=factors, _apart=apart)
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[*shape]``; of a parameter alone, if nothing was prepared."""
         if self.factors is None:
-            return self.prepare({"": grad}).reduce(grad)
+            prepared = self.prepare({"": grad})
+            return prepared.of("").reduce(grad)
         factors = self.factors.to(grad.device)
-        if self.non_finite:  # zero times NaN would be NaN
-            finite = factors > 0
-            grad, factors = grad.select(finite), factors[finite]
-        return grad.weighted_sum(factors)
+        if self._apart is None and not self.non_finite:
+            return grad.weighted_sum(factors)
+        kept = factors > 0  # zero times NaN would be NaN
+        if self._apart is None:
+            return grad.select(kept).weighted_sum(factors[kept])
+        index, norms = (found.to(grad.device) for found in self._apart)
+        kept[index] = False
+        total = grad.select(kept).weighted_sum(factors[kept])
+        return total + capped_sum(grad.select(index), factors[index], norms)
+
+    def _found_cancelling(
+        self, found: Mapping[str, tuple[Tensor, Tensor]], factors: Tensor, bounds: Tensor
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Samples of which a sum could get more than they may, by parameter, from their norms and their terms'."""
+        columns = []
+        for name, (_, terms) in found.items():
+            group = self._group_of[name]
+            excess = factors[:, group] * terms * torch.finfo(terms.dtype).eps
+            columns.append((factors[:, group] > 0) & ~(excess <= _EXCESS * bounds[group]))
+        loud = torch.stack(columns, dim=1)
+        if not loud.any():
+            return {}
+        index = {name: loud[:, column].nonzero()[:, 0] for column, name in enumerate(found)}
+        return {name: (where, found[name][0][where]) for name, where in index.items() if len(where)}
 
     def _group(self, name: str) -> str:
         layer = name.rpartition(".")[0]

@@ -5,6 +5,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from gradbatch.factors import Concat, Dense, OuterProduct, PerSampleGrad, RowScatter, Sum
+from gradbatch.factors.cancellation import capped_sum, term_norms
 from gradbatch.plans.contractions import Planner
 from gradbatch.plans.convolutions import Patches, Window
 
@@ -114,3 +115,44 @@ def test_regrouping_adds_samples_and_keeps_the_sum(grad: PerSampleGrad, k: int) 
     close(regrouped.squared_norm(), k**2 * grad.squared_norm())
     close(regrouped.gram(), k**2 * grad.gram())
     close(regrouped.sum(), repeated.sum())
+
+
+@fewer
+@given(gradients(), st.sampled_from([0.0, 0.25, 1.0, 3.0]))
+def test_a_capped_sum_is_the_weighted_one_of_gradients_that_are_cut_to_their_norms(
+    grad: PerSampleGrad, cap: float
+) -> None:
+    norms, weights = grad.squared_norm().sqrt(), random(grad.num_samples)
+    close(capped_sum(grad, weights, cap * norms), min(cap, 1.0) * grad.weighted_sum(weights))
+
+
+@fewer
+@given(gradients())
+def test_terms_are_together_at_least_as_long_as_their_sum(grad: PerSampleGrad) -> None:
+    norms = grad.squared_norm().sqrt()
+    assert (term_norms(grad, norms) >= norms * (1 - 1e-12)).all()
+    double = Sum([grad, grad.select(torch.arange(grad.num_samples))])
+    close(term_norms(double, 2 * norms) >= 2 * norms * (1 - 1e-12), torch.ones_like(norms).bool())
+
+
+@fewer
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), sizes, sizes)
+def test_positions_that_cancel_keep_their_terms(
+    n: int, groups: int, positions: int, kernel: int, stride: int
+) -> None:
+    torch.manual_seed(n)
+    left, source = random(n, groups, 3, positions), random(n, 2 * groups, stride * positions + kernel)
+    patches = Patches(source, Window((kernel,), (stride,), (0,), (1,)), groups, (positions,))
+    right = patches.unfold()
+    terms = (left.norm(dim=2) * right.norm(dim=2)).sum((1, 2)) * (1 - 1e-12)
+    nothing, shape = torch.zeros(n), (3 * groups, right.shape[2])
+    for operand in (right, patches):
+        assert (term_norms(OuterProduct(left, operand, shape), nothing) >= terms).all()
+    ids, values = torch.zeros(n, positions, dtype=torch.int64), random(n, positions, 4)
+    assert torch.equal(term_norms(RowScatter(ids, values, (2, 4)), nothing), values.norm(dim=2).sum(1))
+
+
+def test_what_is_not_finite_adds_nothing_to_a_capped_sum() -> None:
+    values = torch.tensor([[3.0, 4.0], [torch.nan, 0.0], [torch.inf, 1.0], [1e30, 0.0]])
+    capped = capped_sum(Dense(values), torch.ones(4), torch.tensor([2.5, 1.0, 1.0, 1.0]))
+    torch.testing.assert_close(capped, torch.tensor([1.5, 2.0]))
