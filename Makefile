@@ -34,7 +34,7 @@ $(VENV)/.pip:
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.pip pyproject.toml constraints.txt
-	$(INSTALL) --editable '.[cli,demo]'
+	$(INSTALL) --editable '.[cli,analysis,demo]'
 	@touch $@
 
 $(VENV)/.test $(VENV)/.lint $(VENV)/.docs $(VENV)/.zoo $(VENV)/.bench: $(VENV)/.%: $(VENV)/.package

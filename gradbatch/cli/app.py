@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 import gradbatch
+from gradbatch.analysis import write_report
 from gradbatch.cli.loading import load_model, make_inputs, try_out, usable_device
 from gradbatch.cli.models import BUILDERS, Built, perturb, settings_of
 from gradbatch.errors import GradBatchError
@@ -188,6 +190,28 @@ def check(
     _show(report, console)
     if not report.ok:
         raise typer.Exit(MISMATCH if report.mismatches else NOT_CHECKED)
+
+
+@app.command(no_args_is_help=True, add_help_option=False)
+def report(
+    logs: Annotated[
+        list[Path],
+        typer.Argument(metavar="LOG...", help="Log of a GradientMonitor; of several ranks, all of theirs."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")] = Path(
+        "report.html"
+    ),
+    helped: Help = False,
+) -> None:
+    """Write a page about a run's gradients: noise scale, batch size, layers, hardest samples.
+
+    Exit code 0: it is written. 2: a log could not be read, or the page not be written.
+    """
+    try:
+        typer.echo(f"Written: {write_report(logs, output)}")
+    except GradBatchError as error:
+        Console(stderr=True).print(Text(f"Error: {error}", style="red"), soft_wrap=True)
+        raise typer.Exit(NOT_CHECKED) from error
 
 
 def _built(

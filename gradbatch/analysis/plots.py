@@ -1,0 +1,203 @@
+"""Pictures of a log, drawn by matplotlib: each function takes a log and returns a figure."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from gradbatch.analysis.log import Log, Record
+from gradbatch.analysis.norms import LEVELS
+from gradbatch.analysis.summary import layer_noise, whole_noise, windows
+from gradbatch.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SIZE = (4.8, 3.2)  # inches: readable on a telephone, where it is as wide as the screen
+BLUE, RED, GREY = "#1f5fa8", "#b3372f", "#6b7280"
+MOST_ROWS, MOST_SAMPLES = 24, 10
+
+
+def noise_scale(log: Log) -> Figure:
+    """Noise scale against the step, with its 95% interval, and the batch size.
+
+    Args:
+        log: with two records of at least two samples.
+
+    Raises:
+        UsageError: matplotlib is not installed, or the log has less.
+
+    Edge cases: where the estimate is infinite (the gradient does not stand out of its noise), only the lower end of the
+    interval is drawn, as a triangle that points upwards.
+    """
+    figure, axes = _figure("step", "samples")
+    resolved, unresolved = [], []
+    for stretch in _stretches(log):
+        noise = whole_noise(stretch)
+        (low, high), value = noise.interval(), float(noise.value())
+        middle = sum(record.step for record in stretch) / len(stretch)
+        if math.isfinite(value) and value > 0:
+            resolved.append((middle, value, float(low), float(high)))
+        elif value > 0:
+            unresolved.append((middle, float(low)))
+    batches = [(record.step, record.samples) for record in log.records]
+    marks = [value for _, value, _, _ in resolved] + [low for _, low in unresolved]
+    marks += [samples for _, samples in batches]
+    marks = [mark for mark in marks if 0 < mark < math.inf]
+    # Ends of intervals may be at any distance: what is further away goes to the edge of the picture.
+    bottom, top = min(marks) / 4, max(marks) * 4
+    if resolved:
+        steps, values, lows, highs = zip(*resolved, strict=True)
+        axes.fill_between(
+            steps,
+            [max(low, bottom) for low in lows],
+            [min(high, top) for high in highs],
+            color=BLUE,
+            alpha=0.18,
+            linewidth=0,
+        )
+        axes.plot(steps, values, color=BLUE, marker="o", markersize=3.5, label="noise scale")
+    if unresolved:
+        steps, lows = zip(*unresolved, strict=True)
+        axes.plot(
+            steps,
+            [min(max(low, bottom), top) for low in lows],
+            "^",
+            color=BLUE,
+            markersize=5,
+            label="at least",
+        )
+    axes.plot(*zip(*batches, strict=True), color=GREY, linestyle="--", linewidth=1.2, label="batch size")
+    axes.set(yscale="log", ylim=(bottom, top))
+    _legend(axes)
+    return figure
+
+
+def gradient_norms(log: Log) -> Figure:
+    """Quantiles of the norms of samples' gradients against the step: median, middle half, 5% to 95%, largest.
+
+    Args:
+        log: with two records of at least two samples.
+
+    Raises:
+        UsageError: matplotlib is not installed, or the log has less.
+
+    Edge cases: records without a finite norm are left out.
+    """
+    _stretches(log)
+    figure, axes = _figure("step", "norm of a sample's gradient")
+    points = [
+        (record.step, *(value for value in record.quantiles if value is not None))
+        for record in log.records
+        if None not in record.quantiles
+    ]
+    if points:
+        steps, *values = zip(*points, strict=True)
+        at = dict(zip(LEVELS, values, strict=True))
+        axes.fill_between(steps, at[0.05], at[0.95], color=BLUE, alpha=0.15, linewidth=0, label="5% to 95%")
+        axes.fill_between(steps, at[0.25], at[0.75], color=BLUE, alpha=0.3, linewidth=0, label="middle half")
+        axes.plot(steps, at[0.5], color=BLUE, linewidth=1.2, label="median")
+        axes.plot(steps, at[1.0], color=RED, linewidth=0, marker=".", markersize=2, label="largest")
+        if any(value > 0 for value in at[0.5]):
+            axes.set_yscale("log")
+    _legend(axes)
+    return figure
+
+
+def layer_signal(log: Log) -> Figure:
+    """Signal to noise ratio of the batch's mean gradient, layer by layer and over time, as a heat map.
+
+    Args:
+        log: with two records of at least two samples.
+
+    Raises:
+        UsageError: matplotlib is not installed, or the log has less.
+
+    Edge cases: ratios below 0.01, and above 100, have the colour of the end of the scale; a layer without gradients is
+    left white. Of more layers than there is room for, the first are drawn.
+    """
+    columns, edges = [], []
+    names: list[str] = []
+    for stretch in _stretches(log):
+        names, noise = layer_noise(log, stretch)
+        batch = sum(record.samples for record in stretch) / len(stretch)
+        columns.append(noise.signal_to_noise(batch).tolist()[:MOST_ROWS])
+        edges.append(stretch[0].step)
+    edges.append(log.records[-1].step + 1)
+    shown = names[:MOST_ROWS]
+    figure, axes = _figure("step", "", height=max(2.6, 1.2 + 0.22 * len(shown)))
+    norm = importlib.import_module("matplotlib.colors").LogNorm(0.01, 100)
+    rows = [[min(max(value, 0.01), 100.0) for value in row] for row in zip(*columns, strict=True)]
+    image = axes.pcolormesh(edges, range(len(shown) + 1), rows, norm=norm, cmap="RdYlBu")
+    axes.set_yticks([place + 0.5 for place in range(len(shown))], [_short(name) for name in shown])
+    axes.invert_yaxis()
+    figure.colorbar(image, ax=axes, label="signal to noise")
+    return figure
+
+
+def hardest_samples(log: Log) -> Figure:
+    """Samples whose gradients were among the largest of their batch most often, and their mean norm when they were.
+
+    Args:
+        log: of a monitor that was given the samples' ids.
+
+    Raises:
+        UsageError: matplotlib is not installed, or no record has ids.
+    """
+    norms: defaultdict[int, list[float]] = defaultdict(list)
+    for record in log.records:
+        for sample, norm in record.hardest or ():
+            if norm is not None:
+                norms[sample].append(norm)
+    if not norms:
+        raise UsageError(
+            "no record says which samples have the largest gradients; give the monitor their ids="
+        )
+    order = sorted(norms, key=lambda sample: (-len(norms[sample]), -sum(norms[sample]), sample))[
+        :MOST_SAMPLES
+    ]
+    figure, axes = _figure("mean gradient norm", "sample")
+    means = [sum(norms[sample]) / len(norms[sample]) for sample in order]
+    bars = axes.barh(range(len(order)), means, color=BLUE, alpha=0.8)
+    axes.bar_label(bars, [f"{len(norms[sample])}×" for sample in order], padding=3, color=GREY, fontsize=9)
+    axes.set_yticks(range(len(order)), [str(sample) for sample in order])
+    axes.set_xlim(0, 1.15 * max(means))
+    axes.invert_yaxis()
+    return figure
+
+
+def _stretches(log: Log) -> list[list[Record]]:
+    stretches = windows(log)
+    if not stretches:
+        raise UsageError("the log has no record of two samples or more: there is nothing to draw")
+    return stretches
+
+
+def _figure(x: str, y: str, height: float = SIZE[1]) -> tuple[Figure, Axes]:
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise UsageError("pictures need matplotlib: pip install 'gradbatch[analysis]'") from error
+    # Not by pyplot, which would open windows and keep every figure.
+    figure: Figure = figures.Figure(figsize=(SIZE[0], height), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel=x, ylabel=y)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _legend(axes: Axes) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=9, columnspacing=1.2
+        )
+
+
+def _short(name: str) -> str:
+    """The end of a path, which is what tells layers apart."""
+    return (name if len(name) <= 18 else f"…{name[-17:]}") or "(model)"

@@ -1,0 +1,237 @@
+"""A page about a run's gradients, made from its log."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradbatch.analysis import page, plots
+from gradbatch.analysis.log import Log, read_log
+from gradbatch.analysis.noise import NoiseScale
+from gradbatch.analysis.summary import layers_at_end, recent, sizes_by_test, warnings, whole_noise
+from gradbatch.errors import UsageError
+
+COLUMNS = (
+    "layer",
+    "parameters",
+    "gradient norm",
+    "noise scale",
+    "95% interval",
+    "signal to noise",
+    "share of noise",
+)
+
+TEST_COLUMNS = ("test", "batch size (median)", "middle half", "passed")
+
+READING = (
+    "The noise scale is the batch size at which the noise of the mean gradient is as large as the gradient: the trace "
+    "of the covariance of a sample's gradient over the squared norm of the true gradient. Both are estimated without "
+    "bias in each batch, averaged over batches, and divided last (An Empirical Model of Large-Batch Training, "
+    "McCandlish et al., 2018, arXiv:1812.06162). The interval takes batches for independent draws from one state of "
+    "the model; while the model changes quickly it is of the average.",
+    "Signal to noise is that of the mean gradient over a batch of the run's size: batch size over noise scale. The "
+    "gradient norm of a layer is the root mean square over samples, each of its own loss.",
+    "The tests ask of each batch alone whether its mean gradient can be relied on: as a vector (norm test, Byrd et "
+    "al., 2012), as a direction downhill (inner product test) that does not stray sideways (orthogonality test, "
+    "Bollapragada et al., 2018, arXiv:1710.11258). They take the batch's own mean for the gradient, noise included, "
+    "and so ask for smaller batches than the noise scale where noise prevails.",
+)
+
+
+def write_report(
+    logs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]
+) -> Path:
+    """Write a self-contained HTML page about a run: in words, in pictures, layer by layer.
+
+    Args:
+        logs: path of the run's log, or of one log for each rank of data-parallel training.
+        output: of the page; what is there is overwritten.
+
+    Returns: the page's path.
+
+    Raises:
+        UsageError: a log cannot be read or has no record of two samples, matplotlib is not installed, or the page
+            cannot be written.
+
+    Edge cases: of a log that is cut off all whole lines are used, and the page says so.
+    """
+    paths = [logs] if isinstance(logs, (str, os.PathLike)) else list(logs)
+    text = render(read_log(*paths), ", ".join(Path(path).name for path in paths))
+    try:
+        Path(output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{output}: {error.strerror}") from error
+    return Path(output)
+
+
+def render(log: Log, source: str) -> str:
+    """The page.
+
+    Args:
+        log: with a record of two samples or more.
+        source: what the page says the log is.
+
+    Raises:
+        UsageError: the log has less, or matplotlib is not installed.
+    """
+    records = log.records
+    figures = [
+        (
+            "Noise scale, with its 95% interval. Triangles: the estimate is infinite, above this.",
+            plots.noise_scale(log),
+        ),
+        (
+            "Norms of the samples' gradients: how far the largest are from the rest.",
+            plots.gradient_norms(log),
+        ),
+        (
+            "Signal to noise ratio of a batch's mean gradient: red is noise, blue is signal.",
+            plots.layer_signal(log),
+        ),
+    ]
+    if any(record.hardest for record in records):
+        caption = "Samples that were most often among the largest of their batch (how often), by id."
+        figures.append((caption, plots.hardest_samples(log)))
+    steps = f"steps {records[0].step} to {records[-1].step}"
+    about = (
+        f"{source}: {_count(len(records), 'measured step')}, {steps}, "
+        f"{_count(sum(log.run.parameters.values()), 'parameter')} in {_count(len(log.run.parameters), 'tensor')}."
+    )
+    return page.page(
+        "Gradients of a training run",
+        about,
+        [
+            page.numbers(_cards(log)),
+            page.words("In words", summary(log)),
+            page.warned(warnings(log)),
+            page.pictures(figures),
+            page.table(f"Layers at the end ({_where(log)})", COLUMNS, _rows(log)),
+            page.table("Batch sizes by other rules", TEST_COLUMNS, _test_rows(log)),
+            page.words("How to read this", READING),
+        ],
+    )
+
+
+def summary(log: Log) -> list[str]:
+    """What the end of a run says about the batch size, and which layer is the noisiest, in words.
+
+    Args:
+        log: with one record at least.
+    """
+    noise, batch = whole_noise(recent(log)), _batch(log)
+    (low, high), value = map(float, noise.interval()), float(noise.value())
+    if math.isnan(value):
+        return [
+            "No batch at the end of the run had two samples and finite gradients: there is nothing to say about noise."
+        ]
+    if math.isinf(value):
+        first = (
+            f"At the end of the run ({_where(log)}) the gradient does not stand out of its noise: the noise scale "
+            f"cannot be told from infinity; the lower end of its 95% interval is {_bounded(low)} samples. Measure more "
+            "steps, or take it that larger batches than these would pay."
+        )
+    else:
+        first = (
+            f"At the end of the run ({_where(log)}) the noise scale is {_rounded(value)} samples (95% interval "
+            f"{_rounded(low)} to {_bounded(high)}). {_advice(value, low, high)} Below it, a batch twice as large saves "
+            f"nearly half of the steps; above, it mostly costs samples. The run used {_rounded(batch)} a step: by that "
+            f"model, each step makes {batch / (batch + value):.0%} of the progress of a step without noise, and each "
+            f"sample {value / (batch + value):.0%} of what it makes in a tiny batch."
+        )
+    layers = [layer for layer in layers_at_end(log) if layer.share > 0]
+    paragraphs = [first]
+    if len(layers) > 1:
+        loudest = max(layers, key=lambda layer: layer.share)
+        weakest = min(layers, key=lambda layer: layer.signal_to_noise)
+        paragraphs.append(
+            f"Layer {_name(loudest.name)} has the largest share of the noise ({loudest.share:.0%}); the gradient of "
+            f"layer {_name(weakest.name)} stands out least (signal to noise {weakest.signal_to_noise:.2g} in a batch)."
+        )
+    return paragraphs
+
+
+def _advice(value: float, low: float, high: float) -> str:
+    if math.isinf(high):
+        return (
+            f"Suggested batch size: {_rounded(value)}, or at least {_rounded(low)}: the measured steps do not bound it "
+            "from above."
+        )
+    return f"Suggested batch size: {_rounded(value)}, give or take that interval."
+
+
+def _cards(log: Log) -> list[tuple[str, str]]:
+    noise = whole_noise(recent(log))
+    low, high = map(float, noise.interval())
+    median = log.records[-1].quantiles[3]
+    bad = sum(record.non_finite for record in log.records)
+    return [
+        (_estimate(noise), f"noise scale at the end, in samples ({_rounded(low)} to {_bounded(high)})"),
+        (_rounded(_batch(log)), "samples a step, on average"),
+        ("–" if median is None else f"{median:.3g}", "median norm of a sample's gradient, last record"),
+        (f"{bad:,}", "gradients that are not finite"),
+    ]
+
+
+def _rows(log: Log) -> list[list[str]]:
+    rows = []
+    for layer in layers_at_end(log):
+        low, high = layer.interval
+        defined = not math.isnan(layer.noise)
+        rows.append(
+            [
+                _name(layer.name),
+                f"{layer.elements:,}",
+                "–" if math.isnan(layer.norm) else f"{layer.norm:.3g}",
+                _bounded(layer.noise) if defined else "–",
+                f"{_rounded(low)} to {_bounded(high)}" if defined else "–",
+                f"{layer.signal_to_noise:.2g}" if defined else "–",
+                f"{layer.share:.1%}" if defined else "–",
+            ]
+        )
+    return rows
+
+
+def _test_rows(log: Log) -> list[list[str]]:
+    return [
+        [
+            row.test,
+            _rounded(row.median),
+            f"{_rounded(row.lower)} to {_rounded(row.upper)}",
+            f"{row.passed:.0%} of records",
+        ]
+        for row in sizes_by_test(log)
+    ]
+
+
+def _where(log: Log) -> str:
+    records = recent(log)
+    return f"steps {records[0].step} to {records[-1].step}, {_count(len(records), 'record')}"
+
+
+def _batch(log: Log) -> float:
+    records = recent(log)
+    return sum(record.samples for record in records) / len(records)
+
+
+def _estimate(noise: NoiseScale) -> str:
+    value = float(noise.value())
+    return "–" if math.isnan(value) else _bounded(value)
+
+
+def _bounded(value: float) -> str:
+    return "∞" if math.isinf(value) else _rounded(value)
+
+
+def _rounded(value: float) -> str:
+    """To three digits, and whole where it is large."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _name(name: str) -> str:
+    return name or "(model)"

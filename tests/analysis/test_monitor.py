@@ -1,0 +1,230 @@
+"""What a monitor logs is what materialised gradients say, and training is what it is without one."""
+
+import gc
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradbatch import CoupledSamples, UsageError
+from gradbatch.analysis import GradientMonitor, NoiseScale, Record, logarithmic, norm_quantiles
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = (
+        nn.Conv2d(4, 6, 3, groups=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(54, 5),
+        nn.ReLU(),
+        nn.Linear(5, 3),
+    )
+    return nn.Sequential(*layers).double()
+
+
+def batch(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 4, 5, 5, dtype=torch.double), torch.randint(3, (count,))
+
+
+def one_by_one(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    """Gradients of each sample's own loss, ``[N, elements]`` for each parameter: a backward pass a sample."""
+    rows = [
+        torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]), list(model.parameters()))
+        for n in range(len(x))
+    ]
+    return [torch.stack(column).flatten(1) for column in zip(*rows, strict=True)]
+
+
+def assert_is_of(record: Record | None, grads: list[Tensor]) -> None:
+    assert record is not None
+    whole = torch.cat(grads, 1)
+    norms = whole.norm(dim=1)
+    assert record.samples == len(whole) and record.non_finite == 0
+    assert record.sum_of_squares == pytest.approx([float(g.square().sum()) for g in grads], rel=1e-9)
+    assert record.square_of_sum == pytest.approx([float(g.sum(0).square().sum()) for g in grads], rel=1e-9)
+    assert record.quantiles == pytest.approx(norm_quantiles(norms).tolist(), rel=1e-9)
+    assert record.mean_norm == pytest.approx(float(norms.mean()), rel=1e-9)
+    if record.dot_squares is not None:
+        assert record.dot_squares == pytest.approx(float((whole @ whole.sum(0)).square().sum()), rel=1e-9)
+
+
+@pytest.mark.parametrize("preset", ["economy", "standard"])
+@pytest.mark.parametrize("way", ["mean", "sum", "scaled", "micro-batches", "losses", "losses summed"])
+def test_a_record_is_that_of_materialised_gradients(preset: str, way: str) -> None:
+    model, (x, y) = network(), batch(9)
+    monitor = GradientMonitor(model, preset=preset)  # type: ignore[arg-type]
+    if way == "micro-batches":
+        with monitor.step(0, loss_scale=0.5) as step:
+            for part in (slice(0, 6), slice(6, 9)):
+                (F.cross_entropy(model(x[part]), y[part]) / 2).backward()
+    elif way.startswith("losses"):
+        reduction = "sum" if way == "losses summed" else "mean"
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        step = monitor.backward(16 * losses, 0, reduction=reduction, loss_scale=16)  # type: ignore[arg-type]
+        assert step.record and step.record.loss == pytest.approx(float(losses.detach().mean()))
+    else:
+        reduction, scale = ("sum" if way == "sum" else "mean"), (1024.0 if way == "scaled" else 1.0)
+        with monitor.step(0, loss_reduction=reduction, loss_scale=scale) as step:  # type: ignore[arg-type]
+            (scale * F.cross_entropy(model(x), y, reduction=reduction)).backward()
+    assert_is_of(step.record, one_by_one(model, x, y))
+    assert (step.record.dot_squares is None) == (preset == "economy")
+
+
+def train(model: nn.Module, monitor: GradientMonitor | None, by_losses: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for k in range(7):
+        x = torch.randn(6 if k % 3 else 4, 4, 5, 5, dtype=torch.double, generator=generator)
+        y = torch.randint(3, (len(x),), generator=generator)
+        optimizer.zero_grad()
+        if monitor is None:
+            F.cross_entropy(model(x), y).backward()
+        elif by_losses:
+            monitor.backward(F.cross_entropy(model(x), y, reduction="none"), k)
+        else:
+            with monitor.step(k):
+                F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("by_losses", [False, True])
+def test_training_with_a_monitor_is_training_without(by_losses: bool) -> None:
+    plain, watched = network(), network()
+    expected = train(plain, None, by_losses)
+    found = train(watched, GradientMonitor(watched, every=2), by_losses)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_the_running_noise_is_that_of_the_measured_batches_and_goes_on_after_a_restart() -> None:
+    model = network()
+    monitor, expected, layers = GradientMonitor(model, every=2), NoiseScale(), NoiseScale((3,))
+    assert monitor.layer_names == ["0", "3", "5"]
+    for k in range(8):
+        x, y = batch(4 + k)
+        if k == 4:
+            state = monitor.state_dict()
+            monitor = GradientMonitor(model, every=2)
+            monitor.load_state_dict(state)
+        with monitor.step(k) as step:
+            F.cross_entropy(model(x), y).backward()
+        assert step.measured == (k % 2 == 0) == (step.record is not None)
+        if step.measured:
+            grads = one_by_one(model, x, y)
+            whole = torch.cat(grads, 1)
+            expected.update(len(x), whole.square().sum(), whole.sum(0).square().sum())
+            of_layers = [torch.cat(grads[i : i + 2], 1) for i in (0, 2, 4)]
+            squares = torch.stack([g.square().sum() for g in of_layers])
+            layers.update(len(x), squares, torch.stack([g.sum(0).square().sum() for g in of_layers]))
+    torch.testing.assert_close(monitor.noise.value(), expected.value(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(monitor.layers.value(), layers.value(), rtol=1e-9, atol=0)
+    assert int(monitor.noise.batches()) == 4
+
+
+def test_a_sample_that_is_not_finite_is_counted_and_its_batch_left_out() -> None:
+    model, (x, y) = network(), batch(5)
+    x[2] = math.inf
+    monitor = GradientMonitor(model)
+    step = monitor.backward(F.cross_entropy(model(x), y, reduction="none"), 0, ids=[10, 11, 12, 13, 14])
+    record = step.record
+    assert record and record.non_finite == 1 and record.samples == 5
+    rest = torch.cat(one_by_one(model, x[[0, 1, 3, 4]], y[[0, 1, 3, 4]]), 1).norm(dim=1)
+    assert record.mean_norm == pytest.approx(float(rest.mean()), rel=1e-9)
+    assert record.quantiles == pytest.approx(norm_quantiles(rest).tolist(), rel=1e-9)
+    assert record.hardest and record.hardest[0][0] == 12
+    assert int(monitor.noise.batches()) == 0
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_batches_of_none_and_one_are_logged_and_say_nothing_of_noise(count: int) -> None:
+    model, (x, y) = network(), batch(count)
+    monitor = GradientMonitor(model)
+    step = monitor.backward(F.cross_entropy(model(x), y, reduction="none"), 0)
+    assert step.record and step.record.samples == count and step.record.non_finite == 0
+    assert int(monitor.noise.batches()) == 0
+
+
+def test_the_hardest_samples_are_named_by_their_ids() -> None:
+    model, (x, y) = network(), batch(20)
+    ids = torch.randperm(100)[:20]
+    with GradientMonitor(model).step(0, ids=ids) as step:
+        F.cross_entropy(model(x), y).backward()
+    norms = torch.cat(one_by_one(model, x, y), 1).norm(dim=1)
+    order = norms.argsort(descending=True)[:8]
+    assert step.record and step.record.hardest
+    assert [sample for sample, _ in step.record.hardest] == ids[order].tolist()
+    assert [norm for _, norm in step.record.hardest] == pytest.approx(norms[order].tolist(), rel=1e-9)
+
+
+def test_a_pattern_chooses_the_parameters() -> None:
+    model, (x, y) = network(), batch(6)
+    monitor = GradientMonitor(model, parameters="5.*")
+    with monitor.step(0) as step:
+        F.cross_entropy(model(x), y).backward()
+    assert monitor.layer_names == ["5"]
+    assert_is_of(step.record, one_by_one(model, x, y)[-2:])
+
+
+def test_logarithmic_cadences_are_dense_at_the_start() -> None:
+    measured = [step for step in range(100_001) if logarithmic(10)(step)]
+    assert measured[:6] == [0, 1, 2, 3, 4, 5]
+    for low in (100, 1000, 10_000):
+        assert sum(low <= step < 10 * low for step in measured) == 10
+        assert low in measured
+    monitor = GradientMonitor(network(), every=logarithmic(10))
+    assert [k for k in range(30) if monitor.measures(k)] == [k for k in measured if k < 30]
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+def test_many_steps_leave_no_tensors_behind() -> None:
+    model, (x, y) = network(), batch(6)
+    monitor = GradientMonitor(model, every=1)
+
+    def steps(numbers: range) -> Iterator[int]:
+        for k in numbers:
+            model.zero_grad()
+            with monitor.step(k, ids=range(6)):
+                F.cross_entropy(model(x), y).backward()
+            yield k
+
+    list(steps(range(5)))
+    before = live_tensors()
+    list(steps(range(5, 40)))
+    assert live_tensors() <= before
+
+
+def test_what_cannot_be_monitored_is_refused_before_training() -> None:
+    with pytest.raises(UsageError, match="preset is 'cheap'; there are 'economy', 'standard'"):
+        GradientMonitor(network(), preset="cheap")  # type: ignore[arg-type]
+    for every in (0, 2.5):
+        with pytest.raises(UsageError, match="every is"):
+            GradientMonitor(network(), every=every)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="matches none of"):
+        GradientMonitor(network(), parameters="head.*")
+    with pytest.raises(CoupledSamples):
+        GradientMonitor(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    with pytest.raises(UsageError, match="per_decade is 0"):
+        logarithmic(0)
+
+
+def test_mistakes_in_a_step_are_named() -> None:
+    model, (x, y) = network(), batch(4)
+    monitor = GradientMonitor(model)
+    with pytest.raises(UsageError, match="3 ids for 4 samples"), monitor.step(0, ids=[1, 2, 3]):
+        F.cross_entropy(model(x), y).backward()
+    with pytest.raises(UsageError, match="loss_scale is 0"), monitor.step(0, loss_scale=0):
+        F.cross_entropy(model(x), y).backward()
+    model[0].requires_grad_(False)
+    with pytest.raises(UsageError, match=r"0\.(weight|bias) was frozen or unfrozen"), monitor.step(0):
+        F.cross_entropy(model(x), y).backward()
+    with pytest.raises(UsageError, match=r"layers \['a'\]; this monitor has"):
+        monitor.load_state_dict({**monitor.state_dict(), "names": ["a"]})
