@@ -49,9 +49,14 @@ def bound_of(**options: Any) -> float:
     return one_run_bound({"sum": own.sum(0), "range": own.amax(0) - own.amin(0)}, IN, RUN.delta)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"part": PART}, {"noise": privacy.GaussianNoise(secure=True)}], ids=str
+ways = pytest.mark.parametrize(
+    "options",
+    [{}, {"part": PART}, {"noise": privacy.GaussianNoise(secure=True)}],
+    ids=["whole batches", "parts", "secure noise"],
 )
+
+
+@ways
 def test_one_run_proves_no_more_than_epsilon(options: dict[str, Any]) -> None:
     proven = bound_of(**options)
     assert 0.1 < proven <= RUN.epsilon
@@ -151,9 +156,7 @@ def noise_of(**options: Any) -> Tensor:
     return released(RUN, canaries(), **options)[:, ~IN]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"part": PART}, {"noise": privacy.GaussianNoise(secure=True)}], ids=str
-)
+@ways
 def test_the_noise_is_what_is_accounted_for(options: dict[str, Any]) -> None:
     least, most = standard_deviation_limits(noise_of(**options))
     assert least <= RUN.noise_multiplier <= most < 1.05 * least
