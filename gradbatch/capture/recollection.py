@@ -27,8 +27,7 @@ class Recollection:
     """
 
     def __init__(self, memory: Memory, walk: graph.Walk, samples: int, roots: Mapping[Place, Run]) -> None:
-        self._samples = samples
-        self._known: Known = memory.of(tuple(walk.structure))
+        self._known: Known = memory.of((samples, tuple(walk.structure)))
         nodes = list(walk.order())
         self._numbers = {node: number for number, node in enumerate(nodes)}
         self._shapes = tuple([graph.shapes(node) for node in nodes])
@@ -41,7 +40,7 @@ class Recollection:
         """Add the layout of a call, if it is known and certain whatever the data is; ``None`` if samples share it."""
         key = self._key_of_use(use)
         if not self._is_due and self._known.trusts(key):
-            layout = self._at_size(self._known.verdicts[key][0])
+            layout = self._known.verdicts[key][0]
             if layout is None or self._follows(use, layout):
                 into[use] = layout
 
@@ -49,7 +48,7 @@ class Recollection:
         """The same for the output of a node."""
         key = self._key_of_place(place)
         if not self._is_due and self._known.trusts(key):
-            layout = self._at_size(self._known.verdicts[key][0])
+            layout = self._known.verdicts[key][0]
             if layout is None or self._is_certain(place, layout):
                 into[place] = layout
 
@@ -57,24 +56,20 @@ class Recollection:
         """Take down what was measured in this step."""
         key = self._key_of_use(use)
         relied, follows = (self._follows(use, known) for known in (self._known_at(key), layout))
-        self._measured[key] = Measured(self._plain(layout), only, follows, relied)
+        self._measured[key] = Measured(layout, only, follows, relied)
 
     def note_place(self, place: Place, owners: Owners | None, only: bool) -> None:
         """Take down what was measured in this step."""
         key = self._key_of_place(place)
         relied, follows = (self._is_certain(place, known) for known in (self._known_at(key), owners))
-        self._measured[key] = Measured(self._plain(owners), only, follows, relied)
+        self._measured[key] = Measured(owners, only, follows, relied)
 
     def store(self) -> None:
         """Keep what was taken down; raises :class:`StaleCapture` if it contradicts what was relied on."""
         self._known.store(self._measured)
 
     def _known_at(self, key: Hashable) -> SampleLayout | None:
-        return self._at_size(self._known.verdicts.get(key, (None, 0))[0])
-
-    def _at_size(self, layout):
-        import dataclasses
-        return dataclasses.replace(layout, samples=self._samples) if isinstance(layout, SampleLayout) else layout
+        return self._known.verdicts.get(key, (None, 0))[0]
 
     def _is_certain(self, place: Place, owners: Layout | Owners | None) -> bool:
         """Whether the samples lie so, whatever the data is."""
