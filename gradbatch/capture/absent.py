@@ -48,7 +48,7 @@ def take_back_doubtful(
         Whether something was taken back.
     """
     samples = numbers.unique().cpu()
-    doubtful = (~found.present[:, samples].all(1)).nonzero().flatten().tolist()
+    doubtful = [i for i, present in enumerate(found.present) if not bool(present[samples].all())]
     if not doubtful:
         return False
     recollection = implied()
@@ -77,12 +77,9 @@ def _is_implied(
     i: int, found: Ownership, uses: Sequence[Use], places: Sequence[Place], implied: Recollection
 ) -> bool:
     """Whether the samples must lie where they were found, by the operations alone."""
-    owners = found.owners[i]
-    if not isinstance(owners, SampleLayout):
-        return False  # at a call, to look for its rows takes time
     if i >= len(uses):
-        return implied.is_certain(places[i - len(uses)], owners)
-    return implied.follows(uses[i], uses[i].layout(owners))
+        return implied.is_certain(places[i - len(uses)], found.owners[i])
+    return implied.follows(uses[i], uses[i].layout(found.owners[i]))
 
 
 def _agree(found: Ownership, i: int, reached: Sequence[Tensor | None]) -> bool:

@@ -83,12 +83,8 @@ def along(line: Tensor, axis: int, shape: Sequence[int]) -> Tensor:
 
 def owners_in(owners: Iterable[Tensor]) -> Tensor:
     """The samples to which elements belong, in order; ``SEVERAL`` comes last."""
-    folded = torch.cat([_folded(owner)[0].reshape(-1) for owner in owners])
-    several = folded == SEVERAL
-    # Faster than to sort them.
-    found = torch.bincount(folded.masked_fill(several, NOBODY) + 1).nonzero().squeeze(1) - 1
-    last = [found.new_tensor([SEVERAL])] if bool(several.any()) else []
-    return torch.cat([found[found != NOBODY], *last])
+    found: Tensor = torch.cat([owner.unique() for owner in owners]).unique()
+    return found[found != NOBODY]
 
 
 def place_in(known: Tensor, numbers: Tensor) -> Tensor:

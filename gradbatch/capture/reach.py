@@ -55,7 +55,7 @@ MOVING = TRANSPOSING | _named(
 )
 MOVING |= {"CopySlices"}
 # Of these, those that take sums of numbers as they are.
-PLACING = MOVING - _named("Mean EmbeddingBag")
+PLACING = MOVING - {"CopySlices"} - _named("Mean EmbeddingBag")
 # These put others in the place of some elements of their first operand.
 OVERWRITING = {"CopySlices"} | _named(
     "IndexPut IndexCopy IndexFill Scatter MaskedScatter SelectScatter SliceScatter"
