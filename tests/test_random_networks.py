@@ -13,6 +13,8 @@ import pytest
 from tests.random_network_trial import WAYS, Trial, difference
 from tests.random_steps.registry import COUPLING, RANDOM, STEPS, STOPPING
 
+# Their seeds are always the same: how many are right is known, whatever else is tried.
+NON_FINITE = range(40)
 COUNT = int(os.environ.get("GRADBATCH_NETWORKS", "100"))
 FIRST = int(os.environ.get("GRADBATCH_FIRST_NETWORK", "0"))
 pytestmark = pytest.mark.filterwarnings("ignore::gradbatch.SlowPathWarning")
@@ -64,3 +66,17 @@ def test_random_networks_are_right_or_refused_and_those_without_coupling_are_rig
     print(f"{outcomes}; uses of parameters: {readers}")  # noqa: T201
     assert not problems, "\n".join(problems)
     assert outcomes["apart"]["right"] >= 0.98 * outcomes["apart"].total()
+
+
+def test_of_networks_with_a_sample_that_is_not_finite_nine_in_ten_are_right_and_the_rest_refused() -> None:
+    outcomes: Counter[str] = Counter()
+    problems = []
+    for seed in NON_FINITE:
+        trial = Trial(seed, kind="non-finite", batches=2)
+        for way in WAYS:
+            outcome = trial.outcome(way)
+            outcomes[outcome.split(":")[0]] += 1
+            if not outcome.startswith(("right", "refused")):
+                problems.append(f"{way} of {trial}: {outcome}")
+    assert not problems, "\n".join(problems)
+    assert outcomes["right"] >= 0.9 * outcomes.total(), outcomes

@@ -58,6 +58,11 @@ def acts_on_elements(node: Node) -> bool:
     return _AXES.get(graph.kind(node)) is _elementwise
 
 
+def is_followed(node: Node) -> bool:
+    """Whether it is known what axes an operation keeps apart."""
+    return graph.kind(node) in _AXES
+
+
 def axis_in_input(node: Node, axis: int, shape: Shape, slot: int, below: Shape) -> int | None:
     """The axis of an input that an operation keeps apart like an axis of its output; ``None`` if none is certain.
 

@@ -118,6 +118,7 @@ def check_region(
     walk: graph.Walk,
     names: Names,
     finite: bool = True,
+    absent: bool = False,
 ) -> None:
     """Refuse a shared region that may depend on the samples.
 
@@ -128,6 +129,7 @@ def check_region(
         walk: the graph.
         names: the layers, with the parameters and buffers that are certain to be the model's own.
         finite: whether all gradients were that the region was found by.
+        absent: whether samples share it as far as can be told, although some of them have no gradient there.
 
     Raises:
         CoupledSamples: it reads something that may be their data.
@@ -151,9 +153,12 @@ def check_region(
                 "finite, so that nobody can tell which of the samples it belongs to. Leave samples with non-finite "
                 "losses out of the batch"
             )
+        belong = "can belong" if absent else "belong"
+        without = " (some of which have none in this batch)" if absent else ""
         raise CoupledSamples(
-            f"{layer_of(found.node, walk, names)}: the gradients that arrive at its {graph.kind(found.node)} belong to "
-            f"several of the {samples} samples at once, and it reads {found.reads}, which may be data of theirs. "
+            f"{layer_of(found.node, walk, names)}: the gradients that arrive at its {graph.kind(found.node)} {belong} "
+            f"to several of the {samples} samples at once{without}, and it reads {found.reads}, which may be data of "
+            "theirs. "
             "Something between it and the losses couples the samples (a contrastive loss, statistics over the batch): "
             "keep every sample's rows apart up to its loss; where a sample has several losses, pass sample_ids=; to "
             'take the gradient of each loss as it stands, samples_coupled="allow". If what it reads is a constant, '

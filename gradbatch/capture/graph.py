@@ -155,13 +155,17 @@ def put_hooks_on_again(node: Node) -> None:
 
 def outputs(node: Node) -> list[tuple[torch.Size, torch.dtype]]:
     """Shapes and dtypes of what a node computes, and so of the gradients that it takes."""
-    entries: Any = node._input_metadata
-    return [(torch.Size(entry.shape), entry.dtype) for entry in entries]
+    return [(torch.Size(entry.shape), entry.dtype) for entry in node._input_metadata]
 
 
 def shapes(node: Node) -> tuple[tuple[int, ...], ...]:
     """Shapes of what a node computes, read faster."""
     return tuple([tuple(entry.shape) for entry in node._input_metadata])
+
+
+def device(node: Node, number: int) -> torch.device:
+    """Where an output of a node is."""
+    return torch.device(node._input_metadata[number].device)
 
 
 def input_shape(node: Node, slot: int) -> torch.Size:
@@ -278,8 +282,8 @@ class Unfolded:
 
 def unfolded(node: Node) -> Unfolded | None:
     """What a checkpoint was unfolded to, as long as a walk keeps it."""
-    reference = cast("dict[str, Any]", node.metadata).get(UNFOLDED_KEY)
-    return None if reference is None else reference()
+    found: Unfolded | None = cast("dict[str, Any]", node.metadata).get(UNFOLDED_KEY, lambda: None)()
+    return found
 
 
 def below(node: Node) -> Sequence[tuple[Node | None, int]]:
@@ -300,17 +304,13 @@ def _into(source: Node | None, number: int) -> tuple[Node | None, int]:
 def has_foreign_hooks(node: Node) -> bool:
     """Whether somebody else than gradbatch put hooks on the node, which may change the gradients that pass it."""
     for register in (node.register_hook, node.register_prehook):
-        handle = register(_nothing)
+        handle = register(lambda *_: None)
         hooks = handle.hooks_dict_ref() or {}  # all hooks on the node
         handle.remove()
         for hook in hooks.values():
             if not getattr(hook, "__module__", "").startswith("gradbatch."):
                 return True
     return False
-
-
-def _nothing(*_: Any) -> None:
-    """A hook that leads to the others."""
 
 
 def put_first(leaf: Tensor, hook: int) -> None:

@@ -229,6 +229,16 @@ def _agree(first: Tensor, second: Tensor, precision: Precision, least: float) ->
     return bool(((first - second).abs() <= allowed).all())
 
 
+def element_owners(owners: Owners, gradient: Tensor) -> Tensor:
+    """Owner of each element, broadcastable to the gradient."""
+    if isinstance(owners, OwnerMap):
+        return owners.owner
+    if owners.axis is None:
+        return torch.zeros((), dtype=torch.long, device=gradient.device)
+    owner = owners.owner(gradient.shape[owners.axis]).to(gradient.device)
+    return owner.view(-1, *(1,) * (gradient.dim() - owners.axis - 1))
+
+
 def words(owners: Owners | RowLayout) -> str:
     """Where the samples lie, in words."""
     if isinstance(owners, OwnerMap):

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradbatch.capture import graph
-from gradbatch.capture.layouts import OwnerMap, Owners
+from gradbatch.capture.elements import NOBODY
+from gradbatch.capture.layouts import OwnerMap, Owners, Site, element_owners
 from gradbatch.capture.reach import kept_apart
 from gradbatch.capture.readings import POINTWISE, READINGS, SHIFTS, Reading
 from gradbatch.errors import UnsupportedLayer
@@ -152,7 +153,7 @@ def _called(
     count = len(graph.outputs(cut.node))
     shapes = {slot: graph.input_shape(cut.node, slot) for slot in slots}
     result: dict[int, Tensor] = {}
-    masks = {number: _element_owners(cut.owners[number], g) for number, g in gradients.items()}
+    masks = {number: element_owners(cut.owners[number], g) for number, g in gradients.items()}
     present = sorted(set(torch.cat([mask.unique() for mask in masks.values()]).tolist()) - {-1})
     for sample in present:
         parts: list[Tensor | None] = [None] * count
@@ -162,8 +163,11 @@ def _called(
         found = _at_slots(graph.in_a_pass_of_its_own(partial(graph.apply, cut.node, parts)), shapes)
         # Zero times what is not finite in another sample is not finite either.
         if samples > 1 and _is_finite(parts) and not _is_finite(found.values()):
-            own = {n: (mask == sample).expand_as(gradients[n]) for n, mask in masks.items()}
-            found = {slot: v.where(kept_apart(cut.node, own, slot, v.shape), 0) for slot, v in found.items()}
+            own = {n: (mask == sample).long().expand_as(gradients[n]) - 1 for n, mask in masks.items()}
+            found = {
+                slot: v.where(kept_apart(cut.node, own, slot, v.shape) != NOBODY, 0)
+                for slot, v in found.items()
+            }
             if not _is_finite(found.values()):
                 found = _without_others(cut, parts, found)
         for slot, values in found.items():
@@ -238,14 +242,11 @@ def _refuse_counts_over_the_batch(cut: Cut) -> None:
         )
 
 
-def _element_owners(owners: Owners, gradient: Tensor) -> Tensor:
-    """Owner of each element, broadcastable to the gradient."""
-    if isinstance(owners, OwnerMap):
-        return owners.owner
-    if owners.axis is None:
-        return torch.zeros((), dtype=torch.long, device=gradient.device)
-    owner = owners.owner(gradient.shape[owners.axis]).to(gradient.device)
-    return owner.view(-1, *(1,) * (gradient.dim() - owners.axis - 1))
+def site_of(node: Node, number: int) -> Site:
+    """Where the samples may lie in an output of a node."""
+    shape = graph.outputs(node)[number][0]
+    rows = 1 if graph.kind(node) in READINGS else len(shape)
+    return Site([len(shape)], min(rows, len(shape)), elements=True)
 
 
 def wrapped(values: Tensor, node: Node, slot: int) -> PerSampleGrad | Tensor:

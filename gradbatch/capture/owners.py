@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradbatch.capture.elements import NOBODY
 from gradbatch.capture.layouts import RESOLVED, OwnerMap, Owners, Site, by_sample, is_finite, owners_of
-from gradbatch.capture.reach import NOBODY
 from gradbatch.capture.tags import PRECISION, Precision, Tags, resolution
 from gradbatch.rules import SampleLayout
 
@@ -36,7 +36,7 @@ Differentiate = Callable[[Tensor], Gradients]
 """One pruned backward pass: from weights of the losses ``[N]``."""
 
 Follow = Callable[[], Gradients]
-"""The sample of each element by the operations alone, in the gradients' shapes: -1 for nobody, ``N`` for several."""
+"""Whose each element is by the operations alone: maps in the gradients' shapes."""
 
 
 # Samples whose largest gradients differ by more than this, or lie this close to the dtype's smallest number, are
@@ -54,14 +54,16 @@ class Ownership:
         certain: whether no other owners explain the gradients.
         gradients: of the unweighted sum of the losses; ``None`` where no gradient arrived.
         exponents: of the weights that made the samples equally loud, to start from next time.
-        finite: whether all of it could be measured.
+        lasting: whether it says something of other batches too: what was not measured does not.
+        present: which samples have a gradient there, ``[sites, N]``; all where an element belongs to several.
     """
 
     owners: list[Owners | None]
     certain: list[bool]
     gradients: list[list[Tensor | None]]
     exponents: Tensor
-    finite: list[bool]
+    lasting: list[bool]
+    present: Tensor
 
 
 def find_owners(
@@ -117,9 +119,13 @@ def find_owners(
             for i, site in enumerate(sites)
         ]
         owners = [owner for owner, _ in found]
+        present = torch.ones(len(sites), samples, dtype=torch.bool, device="cpu")
         if samples == 1:
             break
         loudness = _loudness(runs[0], owners, samples)
+        for i, owner in enumerate(owners):
+            present[i] = (loudness[i] > 0) | (owner is None)
+        loudness = loudness.amax(0) if len(loudness) else loudness.new_zeros(samples)
         quiet = (loudness == 0) & ~dead
         if quiet.any():
             # Nothing there, or drowned by a louder sample in a sum: ask the quiet ones alone.
@@ -143,7 +149,8 @@ def find_owners(
             [_where_finite(g, weighted) for g, weighted in zip(*outputs, strict=True)]
             for outputs in zip(exact, gradients, strict=True)
         ]
-    return Ownership(owners, [certain for _, certain in found], gradients, base, finite)
+    certain = [only for _, only in found]
+    return Ownership(owners, certain, gradients, base, finite, present)
 
 
 def _is_finite(runs: Gradients) -> bool:
@@ -216,19 +223,19 @@ def _without_zeros(runs: Sequence[Gradients]) -> list[Gradients]:
 
 
 def _loudness(plain: Gradients, owners: Sequence[Owners | None], samples: int) -> Tensor:
-    """Largest finite element of each sample in any gradient, ``[N]``."""
-    result = torch.zeros(samples, dtype=torch.float64, device="cpu")
-    for outputs, owner in zip(plain, owners, strict=True):
+    """Largest finite element of each sample in the gradients of each site, ``[sites, N]``."""
+    result = torch.zeros(len(plain), samples, dtype=torch.float64, device="cpu")
+    for row, outputs, owner in zip(result, plain, owners, strict=True):
         for gradient in outputs:
             if gradient is None or owner is None:
                 continue
             if isinstance(owner, SampleLayout):
-                sizes = _sizes(by_sample(owner, gradient)).to(result)
+                sizes = _sizes(by_sample(owner, gradient)).to(row)
             else:
                 known = owner.owner.clamp_min(0).reshape(-1)
                 flat = gradient.abs().reshape(-1).to(torch.float64)
-                sizes = flat.new_zeros(samples).scatter_reduce_(0, known, flat, "amax").to(result)
-            result = torch.maximum(result, sizes)
+                sizes = flat.new_zeros(samples).scatter_reduce_(0, known, flat, "amax").to(row)
+            torch.maximum(row, sizes, out=row)
     return result
 
 

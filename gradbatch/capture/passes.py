@@ -10,7 +10,6 @@ from gradbatch.capture import graph
 from gradbatch.capture.checkpoints import differentiate
 from gradbatch.capture.graph import Place
 from gradbatch.capture.owners import Differentiate
-from gradbatch.capture.reach import owners_by_reach
 from gradbatch.capture.undisturbed import readable
 from gradbatch.capture.uses import Names, Use
 
@@ -44,35 +43,36 @@ def pruned_pass(
     return run
 
 
-def owners_at(
-    walk: graph.Walk,
-    outputs: Sequence[Tensor],
-    numbers: Tensor,
-    axis: int,
-    uses: Sequence[Use],
-    places: Sequence[Place],
-) -> list[list[Tensor | None]]:
-    """The sample of each element of the gradients that such a pass finds, by the operations alone.
+def roots_at(outputs: Sequence[Tensor], numbers: Tensor, axis: int) -> dict[Place, Tensor]:
+    """The sample of each element of the tensors where such a pass starts.
 
     Args:
-        walk: the graph.
-        outputs: where the pass starts.
-        numbers: the samples of the rows of ``outputs``.
+        outputs: the tensors.
+        numbers: the samples of their rows.
         axis: of the rows.
-        uses: calls.
-        places: outputs of nodes.
-
-    Returns:
-        Samples in the shapes of the gradients; -1 for nobody, ``N`` for several, ``None`` where nothing arrives.
     """
-    roots = {
+    return {
         (graph.node_of(output), output.output_nr): numbers.to(output.device)
         .view(-1, *(1,) * (output.dim() - axis - 1))
         .expand(output.shape)
         for output in outputs
     }
-    every = {place for use in uses for place in use.places}.union(places)
-    found = owners_by_reach(walk, roots, every, int(numbers.max()) + 1)
+
+
+def maps_at(
+    follow: Callable[[set[Place]], Mapping[Place, Tensor]], uses: Sequence[Use], places: Sequence[Place]
+) -> list[list[Tensor | None]]:
+    """Whose the elements of the gradients are that such a pass finds, by the operations alone.
+
+    Args:
+        follow: finds maps of the outputs of nodes.
+        uses: calls.
+        places: outputs of nodes.
+
+    Returns:
+        Maps in the shapes of the gradients; ``None`` where nothing arrives.
+    """
+    found = follow({place for use in uses for place in use.places}.union(places))
     # Where an arrangement fills up with zeros there is nobody.
     arranged = _as_taken({place: owner + 1.0 for place, owner in found.items()}, uses, places)
     return [[None if owner is None else owner.long() - 1 for owner in outputs] for outputs in arranged]

@@ -119,7 +119,7 @@ def above(nodes: Iterable[Node], walk: graph.Walk) -> set[Node]:
     found: set[Node] = set()
     pending = list(nodes)
     while pending:
-        for consumer, _ in walk.consumers[pending.pop()]:
+        for consumer, _ in walk.consumers.get(pending.pop(), ()):
             if consumer not in found:
                 found.add(consumer)
                 pending.append(consumer)

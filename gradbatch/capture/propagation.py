@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradbatch.capture import graph
@@ -37,6 +39,11 @@ class Run:
         blocks = shape[layout.axis] // (layout.samples * layout.stride)
         before, after = math.prod(shape[: layout.axis]), math.prod(shape[layout.axis + 1 :])
         return cls(before * blocks, layout.stride * after)
+
+    def owners(self, shape: Sequence[int], samples: int, device: torch.device) -> Tensor:
+        """The sample of each element of a tensor."""
+        numbers = torch.arange(samples, device=device).view(1, samples, 1)
+        return numbers.expand(self.outer, samples, self.inner).reshape(*shape)
 
     def axis(self, shape: Sequence[int], samples: int) -> int | None:
         """The axis of a tensor on which the samples lie; ``None`` if they straddle several."""

@@ -146,9 +146,10 @@ class _Model:
         return tensor.untyped_storage().data_ptr() in self.storages
 
     def knows(self, constant: Tensor) -> bool:
-        """Whether a constant cannot be data: it is the model's own, or all one number."""
+        """Whether a constant cannot be data: it is the model's own, or all one number, or empty."""
         return (
             self.owns(constant)
+            or not constant.numel()
             or bool((constant == constant.reshape(-1)[:1]).all())
             or _is_copy(constant, self.own)
         )

@@ -1,201 +1,311 @@
-"""Reach: which samples an element of a gradient can belong to, found without looking at the gradient.
+"""Reach: which sample's loss an element of a gradient can depend on, found without looking at the gradient.
 
-Where a gradient is not finite, no measurement tells whose it is: NaN times any weight is NaN. So the samples are
-followed from the losses down, node by node, for the graph and the data at hand. Operations element by element, and
-those known to keep an axis apart, are followed by what they are. Any other node is called on positive random numbers in
-the elements of some of the samples, and what comes out as zero does not depend on them. Not the numbers that come out
-are handed on, only where they are, so that nothing non-finite gets from one node to the next. An element that is
-taken to depend on more samples than it does does no harm: it is refused, or asked further up.
+Where a gradient is not finite, no measurement tells whose it is, and where a sample has none, none tells what could be
+its own. So the samples are followed from the losses down, node by node, for the graph and the data at hand. Operations
+element by element, and those known to keep an axis apart, are followed by what they are. Any other node is called on
+positive random numbers in the elements of some of the samples, and what comes out as zero does not depend on them. Not
+the numbers that come out are handed on, only where they are, so that neither a zero nor what is not finite gets from
+one node to the next. An element that is taken to depend on more samples than it does does no harm: it is refused, or
+asked further up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradbatch.capture import graph
-from gradbatch.capture.axes import acts_on_elements, axis_in_input
+from gradbatch.capture import graph, paths
+from gradbatch.capture.axes import acts_on_elements, axis_in_input, is_followed
+from gradbatch.capture.elements import (
+    NOBODY,
+    SEVERAL,
+    Masks,
+    along,
+    intersection,
+    of_all,
+    of_lines,
+    of_operand,
+    owners_in,
+    place_in,
+    traced,
+    union,
+)
 from gradbatch.capture.graph import Place
-from gradbatch.capture.propagation import consumers_first
+from gradbatch.capture.propagation import Run, consumers_first
 from gradbatch.capture.readings import RESHAPING, TRANSPOSING
 
-NOBODY = -1
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(f"{name}Backward" for name in names.split())
+
+
 # Where these put an element is no matter of other numbers, so that a zero of theirs is none of a factor. The last two
 # do multiply, but each factor is one element's, or what several samples share is parameters below and finite.
-MOVING = TRANSPOSING | frozenset(
-    f"{name}Backward"
-    for name in """Index IndexSelect Gather Take MaskedSelect MaskedScatter Scatter ScatterAdd IndexPut IndexAdd
+MOVING = TRANSPOSING | _named(
+    """Index IndexSelect Gather Take MaskedSelect MaskedScatter Scatter ScatterAdd IndexPut IndexAdd
     IndexCopy IndexFill Select Slice Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind Cat Stack Repeat
     RepeatInterleave Roll Flip Rot90 AsStrided Unfold Im2Col Col2Im Diagonal ConstantPadNd Sort Topk Sum Mean Cumsum
-    Kthvalue Median Max Min SelectScatter SliceScatter Tril Triu PackPaddedSequence""".split()  # noqa: SIM905
+    Kthvalue Median Max Min SelectScatter SliceScatter Tril Triu PackPaddedSequence EmbeddingBag"""
 )
-MOVING |= {"EmbeddingBagBackward", "CopySlices"}
+MOVING |= {"CopySlices"}
+# Of these, those that take sums of numbers as they are.
+PLACING = MOVING - _named("Mean EmbeddingBag")
+# These put others in the place of some elements of their first operand.
+OVERWRITING = {"CopySlices"} | _named(
+    "IndexPut IndexCopy IndexFill Scatter MaskedScatter SelectScatter SliceScatter"
+)
+# A zero of these keeps samples apart (a mask of other samples' rows, an adjacency matrix); one of any other operation
+# may be a sample's own, or the weight of its loss.
+SEPARATING = _named(
+    """Mm Addmm Bmm Baddbmm Mv Addmv Dot Trilinear Convolution MkldnnConvolution CudnnConvolution Softmax SafeSoftmax
+    ScaledDotProductFlashAttentionForCpu ScaledDotProductEfficientAttention ScaledDotProductFlashAttention
+    ScaledDotProductCudnnAttention"""
+)
+# A zero of these is an element's own: nobody masks others out with them.
+ACTIVATING = _named(
+    """Relu Threshold LeakyRelu Elu Gelu Silu Mish Hardtanh Hardswish Hardsigmoid Softshrink Hardshrink Sigmoid
+    LogSigmoid Softplus Tanh Clamp ClampMin ClampMax Abs Sin Cos Erf LogSoftmax NllLoss NllLoss2D MseLoss HuberLoss
+    SmoothL1Loss BinaryCrossEntropy BinaryCrossEntropyWithLogits"""
+)
 
 
-def owners_by_reach(
-    walk: graph.Walk, roots: Mapping[Place, Tensor], places: Collection[Place], samples: int
-) -> dict[Place, Tensor]:
-    """The one sample whose loss reaches each element of some gradients.
+@dataclass(frozen=True)
+class Reach:
+    """How the samples are followed through a graph.
 
     Args:
         walk: the graph.
-        roots: the sample of each element of the losses or outputs.
-        places: nodes' outputs.
         samples: ``N``.
-
-    Returns:
-        For each place the sample, in the gradient's shape; -1 where none reaches it, ``N`` where several may.
-
-    A factor of zero keeps a loss from reaching an element, but not what is not finite: zero times NaN is NaN. So an
-    element is a sample's only if no other's would reach it if no factor were zero. What none reaches, and one would, is
-    that one's.
+        implied: where they are known to lie.
+        by_value: whether a factor of zero ends a sample's way. If none does, some may be followed to where they never
+            come.
+        revives: where a node puts an end to all that there is of a sample, or an activation to any of it, that is
+            followed as if no factor were zero. What nothing is known of is called.
     """
-    exact = _decoded(walk, roots, places, samples, True)
-    alike = _decoded(walk, roots, places, samples, False)
-    return {place: _joined(owner, alike[place], samples) for place, owner in exact.items()}
+
+    walk: graph.Walk
+    samples: int
+    implied: Mapping[Place, Run] = field(default_factory=dict)
+    by_value: bool = False
+    revives: bool = False
+
+    def owners(self, roots: Mapping[Place, Tensor], places: Collection[Place]) -> dict[Place, Tensor]:
+        """Which sample each element of some gradients depends on.
+
+        Args:
+            roots: the sample of each element of the losses or outputs.
+            places: nodes' outputs; what comes to none of their elements is left out of the result.
+        """
+        # A checkpointed region gives out what it saved once a pass.
+        return graph.in_a_pass_of_its_own(lambda: dict(self._followed(roots, set(places))))
+
+    def _followed(self, roots: Mapping[Place, Tensor], places: set[Place]) -> Iterator[tuple[Place, Tensor]]:
+        arrived: dict[Node, dict[int, Tensor]] = {}
+        for (node, number), owner in roots.items():
+            arrived.setdefault(node, {})[number] = owner
+        wanted = {node for node, _ in places}
+        above = wanted | paths.above(wanted, self.walk)
+        for node in consumers_first(self.walk):
+            if node not in above:
+                continue
+            owners, shapes = arrived.pop(node, {}), graph.shapes(node)
+            slots = [
+                slot
+                for slot, place in enumerate(graph.below(node))
+                if place[0] in above and place not in self.implied
+            ]
+            for number, shape in enumerate(shapes):
+                run = self.implied.get((node, number))
+                if run is not None and (slots or (node, number) in places):
+                    owners[number] = run.owners(shape, self.samples, graph.device(node, number))
+            yield from (((node, n), owner) for n, owner in owners.items() if (node, n) in places)
+            if not slots or not owners:
+                continue
+            for slot, owner in self._through(node, owners, slots).items():
+                below, number = graph.below(node)[slot]
+                assert below is not None
+                others = arrived.setdefault(below, {})
+                others[number] = union(others[number], owner) if number in others else owner
+
+    def _through(self, node: Node, owners: Mapping[int, Tensor], slots: Sequence[int]) -> dict[int, Tensor]:
+        """Whose the elements of some inputs are; left out where they are nobody's."""
+        kind = graph.kind(node)
+        if kind in PLACING and (placed := _placed(node, owners, slots)) is not None:
+            if self.revives:
+                _revive(node, owners, placed)
+            return placed
+        found = _by_axes(node, owners, slots)
+        by_value = self.by_value and not (self.revives and kind in ACTIVATING)
+        called = by_value or kind in MOVING or (self.revives and not is_followed(node))
+        if kind in RESHAPING or not called:
+            return found
+        reached = partial(_reached, node, slots)
+        if any(bool((owner == SEVERAL).any()) for owner in found.values()):
+            told = traced(owners, reached)
+        else:
+            some = reached({n: owner != NOBODY for n, owner in owners.items()})
+            told = {slot: torch.where(mask, SEVERAL, NOBODY) for slot, mask in some.items()}
+        found = {slot: intersection(owner, told[slot]) for slot, owner in found.items() if slot in told}
+        if self.revives and found:
+            _revive(node, owners, found)
+        return found
 
 
-def _joined(exact: Tensor, alike: Tensor, samples: int) -> Tensor:
-    single = (alike < samples) & ((exact == alike) | (exact == NOBODY))
-    return torch.where(single, alike, torch.where(exact == NOBODY, exact, samples))
-
-
-def _decoded(
+def owners_by_reach(
     walk: graph.Walk,
+    samples: int,
+    implied: Mapping[Place, Run],
     roots: Mapping[Place, Tensor],
     places: Collection[Place],
-    samples: int,
-    by_value: bool,
 ) -> dict[Place, Tensor]:
-    """The same by value, or as if no factor were zero."""
-    number: dict[Place, Tensor] = {}
-    several: dict[Place, Tensor] = {}
-    nobody: dict[Place, Tensor] = {}
-    # The digits of the samples' numbers in base 2: whose number has the digit, and whose has not.
-    for bit in range(max(1, (samples - 1).bit_length())):
-        sets = {place: (owner >> bit) & 1 == 1 for place, owner in roots.items()}
-        ones = _in_a_pass(walk, sets, places, by_value)
-        zeros = _in_a_pass(walk, {place: ~mask for place, mask in sets.items()}, places, by_value)
-        for place, one in ones.items():
-            zero = zeros[place]
-            empty = torch.zeros_like(one)
-            number[place] = number.get(place, empty.long()) + (one.long() << bit)
-            several[place] = several.get(place, empty) | one & zero
-            nobody[place] = nobody.get(place, empty) | ~(one | zero)
+    """The one sample whose loss reaches each element of some gradients, where they need not be finite.
+
+    The arguments are those of :class:`Reach` and :meth:`Reach.owners`.
+
+    A factor of zero keeps a loss from reaching an element, but not what is not finite: zero times NaN is NaN. So an
+    element is a sample's only if no other's would reach it if no factor were zero, and nobody's if none reaches it.
+    """
+    alike = Reach(walk, samples, implied).owners(roots, places)
+    if not any(bool((owner == SEVERAL).any()) for owner in alike.values()):
+        return alike
+    everybody = {place: torch.zeros_like(owner) for place, owner in roots.items()}
+    some = Reach(walk, samples, by_value=True).owners(everybody, places)
+    nobody = {place: owner == NOBODY for place, owner in some.items()}
     return {
-        place: found.masked_fill(nobody[place], NOBODY).masked_fill(
-            several[place] | (found >= samples), samples
-        )
-        for place, found in number.items()
+        place: owner.masked_fill((owner == SEVERAL) & nobody.get(place, True), NOBODY)
+        for place, owner in alike.items()
     }
 
 
-def _in_a_pass(
-    walk: graph.Walk, roots: Mapping[Place, Tensor], places: Collection[Place], by_value: bool
-) -> dict[Place, Tensor]:
-    """What some elements of the losses reach; a checkpointed region gives out what it saved once a pass."""
-    return graph.in_a_pass_of_its_own(lambda: dict(_reached(walk, roots, places, by_value)))
+def _revive(node: Node, owners: Mapping[int, Tensor], found: dict[int, Tensor]) -> None:
+    """Add those of whom a node leaves nothing, as if no factor were zero and nothing overwritten."""
+    kind, shape = graph.kind(node), graph.shapes(node)[0]
+    if kind in SEPARATING or (kind in MOVING and kind not in OVERWRITING):
+        return
+    before, after = owners_in(owners.values()), owners_in(found.values())
+    lost = before[~torch.isin(before, after)]
+    if not len(lost):
+        return
+    ended = {n: owner.where(torch.isin(owner, lost), NOBODY) for n, owner in owners.items()}
+    if is_followed(node) and kind not in OVERWRITING:
+        revived = _by_axes(node, ended, list(found))
+    else:
+        # An element overwritten is in its place. And where nothing is known of a node that keeps the shape, it most
+        # likely acts on elements.
+        slots = [slot for slot in found if slot == 0 or kind not in OVERWRITING]
+        revived = {slot: ended[0] for slot in slots if 0 in ended and graph.input_shape(node, slot) == shape}
+    found.update((slot, union(found[slot], owner)) for slot, owner in revived.items())
 
 
-def _reached(
-    walk: graph.Walk, roots: Mapping[Place, Tensor], places: Collection[Place], by_value: bool
-) -> Iterator[tuple[Place, Tensor]]:
-    """The elements that some elements of the losses reach, by place."""
-    reached: dict[Node, dict[int, Tensor]] = {}
-    for (node, number), mask in roots.items():
-        reached.setdefault(node, {})[number] = mask
-    wanted = set(places)
-    for node in consumers_first(walk):
-        masks = reached.pop(node, {})
-        for number, mask in masks.items():
-            if (node, number) in wanted:
-                yield (node, number), mask
-        if not masks or graph.accumulated_variable(node) is not None:
-            continue
-        for slot, mask in _through(node, masks, by_value).items():
-            below, number = graph.below(node)[slot]
-            assert below is not None
-            others = reached.setdefault(below, {})
-            others[number] = others[number] | mask if number in others else mask
-
-
-def _through(node: Node, masks: Mapping[int, Tensor], by_value: bool) -> dict[int, Tensor]:
-    """The elements of each input whose gradient depends on some elements of the outputs'."""
-    slots = [slot for slot, (below, _) in enumerate(graph.below(node)) if below is not None]
+def _by_axes(node: Node, owners: Mapping[int, Tensor], slots: Sequence[int]) -> dict[int, Tensor]:
+    """Whose the elements of some inputs can be by what the operation is, as if no factor were zero."""
     shapes = {slot: graph.input_shape(node, slot) for slot in slots}
-    kind, alone = graph.kind(node), masks[0] if list(masks) == [0] else None
-    if kind in RESHAPING and alone is not None:
-        return {slot: alone.reshape(shape) for slot, shape in shapes.items()}
-    on_elements = acts_on_elements(node) and alone is not None
-    called = _called(node, masks) if by_value or kind in MOVING else None
-    result = {}
-    for slot, shape in shapes.items():
-        apart = _any_to(masks[0], shape) if on_elements else kept_apart(node, masks, slot, shape)
-        result[slot] = apart & _not_zero(called, slot, apart)
-    return result
+    if list(owners) == [0] and (graph.kind(node) in RESHAPING or acts_on_elements(node)):
+        return {slot: of_operand(owners[0], shape) for slot, shape in shapes.items()}
+    return {slot: kept_apart(node, owners, slot, shape) for slot, shape in shapes.items()}
 
 
-def _any_to(mask: Tensor, shape: torch.Size) -> Tensor:
-    """Undo broadcasting: an element is reached if one of those that it was broadcast to is."""
-    try:
-        return mask.sum_to_size(shape) > 0
-    except RuntimeError:  # it is broadcast in another way
-        return mask.any().expand(shape)
+def kept_apart(node: Node, owners: Mapping[int, Tensor], slot: int, below: torch.Size) -> Tensor:
+    """Whose an input's elements can be, by the axes that the operation keeps apart.
 
-
-def kept_apart(node: Node, masks: Mapping[int, Tensor], slot: int, below: torch.Size) -> Tensor:
-    """An input's elements that may depend on some of the outputs', by the axes that the operation keeps apart."""
-    result = next(iter(masks.values())).new_ones(below)
-    sizes = {mask.dim() for mask in masks.values()}
+    Args:
+        node: the operation.
+        owners: maps of its outputs, by number; what is missing is nobody's.
+        slot: of the input.
+        below: shape of the input.
+    """
+    alone = of_all(owners.values())
+    result = alone.expand(below)
+    if alone != SEVERAL and all(bool((owner == alone).all()) for owner in owners.values()):
+        return result
+    sizes = {owner.dim() for owner in owners.values()}
     for axis in range(sizes.pop()) if len(sizes) == 1 else ():
-        lines = [mask.movedim(axis, 0).unsqueeze(-1).flatten(1).any(1) for mask in masks.values()]
-        to = {axis_in_input(node, axis, mask.shape, slot, below) for mask in masks.values()}
+        to = {axis_in_input(node, axis, owner.shape, slot, below) for owner in owners.values()}
         place = to.pop()
-        if not to and place is not None and all(len(line) == below[place] for line in lines):
-            result &= _along(torch.stack(lines).any(0), place, below)
+        if not to and place is not None and all(o.shape[axis] == below[place] for o in owners.values()):
+            line = reduce(union, [of_lines(owner, axis) for owner in owners.values()])
+            if not bool((line == SEVERAL).all()):
+                result = intersection(result, along(line, place, below))
     groups = 1
     with suppress(AttributeError):  # not shown by this version of torch
         groups = graph.saved(node, "groups") if graph.kind(node) == "ConvolutionBackward" else 1
     if groups > 1:
         # Each group of channels has its own weights, which lie on the first axis.
-        group = masks[0].movedim(1, 0).reshape(groups, -1).any(1)
+        group = of_lines(owners[0].movedim(1, 0).reshape(groups, -1), 0)
         place = 1 if slot == 0 else 0
-        result &= _along(group.repeat_interleave(below[place] // groups), place, below)
+        line = group.repeat_interleave(below[place] // groups)
+        result = intersection(result, along(line, place, below))
     return result
 
 
-def _along(line: Tensor, axis: int, shape: torch.Size) -> Tensor:
-    """A mask of one axis, as one of a whole tensor."""
-    return line.view(-1, *(1,) * (len(shape) - axis - 1))
-
-
-def _called(node: Node, masks: Mapping[int, Tensor]) -> Sequence[Tensor | None] | None:
-    """What a node makes of random numbers in some elements of its outputs' gradients; ``None`` if it fails."""
-    gradients: list[Tensor | None] = []
-    for number, (_, dtype) in enumerate(graph.outputs(node)):
-        mask = masks.get(number)
-        if mask is None:
-            gradients.append(None)
-            continue
-        generator = torch.Generator(mask.device).manual_seed(number)
-        numbers = 1 + torch.rand(mask.shape, generator=generator, device=mask.device)
-        gradients.append(numbers.to(dtype) * mask)
-    try:
-        with torch.no_grad():
-            return graph.apply(node, gradients)
-    except Exception:  # whatever it is: the node says nothing, and is taken to mix everything
+def _placed(node: Node, owners: Mapping[int, Tensor], slots: Sequence[int]) -> dict[int, Tensor] | None:
+    """Whose the elements of some inputs are, by calling a node on the samples' numbers; ``None`` if it adds some up."""
+    samples = owners_in(owners.values())
+    samples = samples[samples != SEVERAL]
+    # From 1 in order, since not every dtype has large numbers; what is several samples' comes last.
+    known = torch.cat([samples, samples.new_tensor([SEVERAL])])
+    numbers = {n: (place_in(known, owner) + 1) % (len(known) + 1) for n, owner in owners.items()}
+    dtypes = [graph.outputs(node)[n][1] for n in owners]
+    if not all(d.is_floating_point and len(known) * torch.finfo(d).eps < 1 for d in dtypes):
         return None
+    count = _called(node, {n: number > 0 for n, number in numbers.items()})
+    found = _called(node, numbers)
+    if count is None or found is None:
+        return None
+    result = {}
+    for slot in slots:
+        times, number = count[slot], found[slot]
+        if times is None or number is None:
+            continue
+        if times.is_sparse or times.shape != graph.input_shape(node, slot) or not _are_flags(times):
+            return None
+        place = number.long() - 1
+        result[slot] = known[place.clamp_min(0)].masked_fill(place < 0, NOBODY)
+    return result
 
 
-def _not_zero(called: Sequence[Tensor | None] | None, slot: int, mask: Tensor) -> Tensor:
+def _are_flags(numbers: Tensor) -> bool:
+    return bool(((numbers == 0) | (numbers == 1)).all())
+
+
+def _reached(node: Node, slots: Sequence[int], masks: Masks) -> Masks:
+    """Elements of some inputs whose gradient depends on some elements of the outputs', by calling the node."""
+    values = {}
+    for number, mask in masks.items():
+        generator = torch.Generator(mask.device).manual_seed(number)
+        values[number] = (1 + torch.rand(mask.shape, generator=generator, device=mask.device)) * mask
+    found = _called(node, values)
+    like = next(iter(masks.values()))
+    return {slot: _not_zero(found, slot, graph.input_shape(node, slot), like) for slot in slots}
+
+
+def _called(node: Node, values: Mapping[int, Tensor]) -> Sequence[Tensor | None] | None:
+    """What a node makes of gradients of some outputs; ``None`` if it fails."""
+    gradients = [
+        values[number].to(dtype) if number in values else None
+        for number, (_, dtype) in enumerate(graph.outputs(node))
+    ]
+    call = partial(graph.apply, node, gradients)
+    with torch.no_grad(), suppress(Exception):
+        return call()
+    # What is checkpointed is given out once in a pass; whatever else it is, the node is taken to mix everything.
+    with torch.no_grad(), suppress(Exception):
+        return graph.in_a_pass_of_its_own(call)
+    return None
+
+
+def _not_zero(called: Sequence[Tensor | None] | None, slot: int, shape: torch.Size, like: Tensor) -> Tensor:
     """The elements of an input in which something came out, or nobody knows what."""
     if called is None:
-        return torch.ones_like(mask)
+        return like.new_ones(shape)
     found = called[slot]
     if found is None:
-        return torch.zeros_like(mask)
-    return _any_to((found.to_dense() if found.is_sparse else found) != 0, mask.shape)
+        return like.new_zeros(shape)
+    mask = (found.to_dense() if found.is_sparse else found) != 0
+    return of_operand(mask.long() - 1, shape) != NOBODY

@@ -28,7 +28,7 @@ class Recollection:
 
     def __init__(self, memory: Memory, walk: graph.Walk, samples: int, roots: Mapping[Place, Run]) -> None:
         self._known: Known = memory.of((samples, tuple(walk.structure)))
-        nodes = list(walk.order())
+        self._nodes = nodes = list(walk.order())
         self._numbers = {node: number for number, node in enumerate(nodes)}
         self._shapes = tuple([graph.shapes(node) for node in nodes])
         starts = {(self._numbers[node], number): run for (node, number), run in roots.items()}
@@ -41,7 +41,7 @@ class Recollection:
         key = self._key_of_use(use)
         if not self._is_due and self._known.trusts(key):
             layout = self._known.verdicts[key][0]
-            if layout is None or self._follows(use, layout):
+            if layout is None or self.follows(use, layout):
                 into[use] = layout
 
     def of_place(self, place: Place, into: dict[Place, Owners | None]) -> None:
@@ -49,36 +49,22 @@ class Recollection:
         key = self._key_of_place(place)
         if not self._is_due and self._known.trusts(key):
             layout = self._known.verdicts[key][0]
-            if layout is None or self._is_certain(place, layout):
+            if layout is None or self.is_certain(place, layout):
                 into[place] = layout
 
-    def note_use(self, use: Use, layout: Layout | None, only: bool) -> None:
-        """Take down what was measured in this step."""
-        key = self._key_of_use(use)
-        relied, follows = (self._follows(use, known) for known in (self._known_at(key), layout))
-        self._measured[key] = Measured(layout, only, follows, relied)
+    @property
+    def certain(self) -> dict[Place, Run]:
+        """Where the samples lie whatever the data is."""
+        return {(self._nodes[at], number): run for (at, number), run in self._certain.items()}
 
-    def note_place(self, place: Place, owners: Owners | None, only: bool) -> None:
-        """Take down what was measured in this step."""
-        key = self._key_of_place(place)
-        relied, follows = (self._is_certain(place, known) for known in (self._known_at(key), owners))
-        self._measured[key] = Measured(owners, only, follows, relied)
-
-    def store(self) -> None:
-        """Keep what was taken down; raises :class:`StaleCapture` if it contradicts what was relied on."""
-        self._known.store(self._measured)
-
-    def _known_at(self, key: Hashable) -> SampleLayout | None:
-        return self._known.verdicts.get(key, (None, 0))[0]
-
-    def _is_certain(self, place: Place, owners: Layout | Owners | None) -> bool:
+    def is_certain(self, place: Place, owners: Layout | Owners | None) -> bool:
         """Whether the samples lie so, whatever the data is."""
         at, number = self._numbers[place[0]], place[1]
         return isinstance(owners, SampleLayout) and self._certain.get((at, number)) == Run.of(
             owners, self._shapes[at][number]
         )
 
-    def _follows(self, use: Use, layout: Layout | None) -> bool:
+    def follows(self, use: Use, layout: Layout | None) -> bool:
         """Whether a layout holds for all outputs of a call, whatever the data is."""
         if not isinstance(layout, SampleLayout) or layout.axis is None:
             return False
@@ -91,6 +77,25 @@ class Recollection:
             run == Run.of(layout, anchor.shape) and (anchor.is_whole or anchor.is_reshaped)
             for run, (_, anchor) in zip(runs, use.anchors, strict=True)
         )
+
+    def note_use(self, use: Use, layout: Layout | None, only: bool) -> None:
+        """Take down what was measured in this step."""
+        key = self._key_of_use(use)
+        relied, follows = (self.follows(use, known) for known in (self._known_at(key), layout))
+        self._measured[key] = Measured(layout, only, follows, relied)
+
+    def note_place(self, place: Place, owners: Owners | None, only: bool) -> None:
+        """Take down what was measured in this step."""
+        key = self._key_of_place(place)
+        relied, follows = (self.is_certain(place, known) for known in (self._known_at(key), owners))
+        self._measured[key] = Measured(owners, only, follows, relied)
+
+    def store(self) -> None:
+        """Keep what was taken down; raises :class:`StaleCapture` if it contradicts what was relied on."""
+        self._known.store(self._measured)
+
+    def _known_at(self, key: Hashable) -> SampleLayout | None:
+        return self._known.verdicts.get(key, (None, 0))[0]
 
     def _arranges(self, use: Use, position: int, run: Run, layout: SampleLayout) -> bool:
         """Whether an output with the samples in a place is arranged, by the call's rule, to one with a layout."""

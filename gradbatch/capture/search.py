@@ -9,7 +9,7 @@ into a parameter or into the region comes from a node whose output gradients are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from itertools import chain
@@ -19,16 +19,17 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradbatch.capture import checks, graph, shared
+from gradbatch.capture.absent import take_back_doubtful
 from gradbatch.capture.checkpoints import in_front
 from gradbatch.capture.explanation import Explanation
 from gradbatch.capture.graph import Place
-from gradbatch.capture.layouts import Owners, Site
+from gradbatch.capture.layouts import Owners
 from gradbatch.capture.memory import Memory
-from gradbatch.capture.nodes import Cut
+from gradbatch.capture.nodes import Cut, site_of
 from gradbatch.capture.owners import Differentiate, find_owners
-from gradbatch.capture.passes import adjacent_tensors, owners_at, pruned_pass
+from gradbatch.capture.passes import adjacent_tensors, maps_at, pruned_pass, roots_at
 from gradbatch.capture.propagation import Run
-from gradbatch.capture.readings import READINGS
+from gradbatch.capture.reach import owners_by_reach
 from gradbatch.capture.recollection import Recollection
 from gradbatch.capture.samples import Samples
 from gradbatch.capture.undisturbed import undisturbed
@@ -104,18 +105,26 @@ class _Search:
         self.use_gradients: dict[Use, list[Tensor | None]] = {}
         self.forced: set[Node] = set()
         self.exponents: Tensor | None = None
-        self.recollection = self._recollection(memory, samples, batch_dim)
+        self.doubted = False
+        self.has_ids = samples.ids is not None
+        self.recollection = None if memory is None else self._recollection(memory)
 
-    def _recollection(self, memory: Memory | None, samples: Samples, axis: int) -> Recollection | None:
-        if memory is None or samples.ids is not None or samples.count < 2:
+    def _recollection(self, memory: Memory) -> Recollection | None:
+        if self.has_ids or self.samples < 2:
             return None
+        axis = self.batch_dim
         roots = {
             (graph.node_of(output), output.output_nr): Run(
                 math.prod(output.shape[:axis]), math.prod(output.shape[axis + 1 :])
             )
             for output in self.outputs
         }
-        return Recollection(memory, self.walk, samples.count, roots)
+        return Recollection(memory, self.walk, self.samples, roots)
+
+    @cached_property
+    def implied(self) -> Recollection | None:
+        """Where the operations say that the samples lie, remembered or not."""
+        return self.recollection or self._recollection(Memory())
 
     @cached_property
     def relevant(self) -> set[Node]:
@@ -174,7 +183,7 @@ class _Search:
             ]
             finite = all(bool(g.isfinite().all()) for g in shared_ones)
             border = {cut.node for cut in cuts}
-            checks.check_region(region, border, self.samples, self.walk, self.names, finite)
+            checks.check_region(region, border, self.samples, self.walk, self.names, finite, self.doubted)
             checks.check_statistics(cuts, self.walk, self.names)
 
     def _recall(self, entries: Mapping[Node, Sequence[int]]) -> None:
@@ -272,27 +281,34 @@ class _Search:
     def _test(self, uses: Sequence[Use], nodes: Sequence[Node]) -> None:
         """Measure who owns the outputs of calls and nodes."""
         places = [(node, number) for node in nodes for number in self._outputs(node)]
-        sites = [use.site for use in uses] + [_site(node, number) for node, number in places]
+        sites = [use.site for use in uses] + [site_of(node, number) for node, number in places]
         every = {place for use in uses for place in use.places}.union(places)
         dtypes = {graph.outputs(node)[number][1] for node, number in every}
         like = self.outputs[0].detach()
         with self._untouched():
             differentiate = self._pass_to(uses, places)
-            numbers = self.of_rows(torch.arange(self.samples))
-            follow = partial(owners_at, self.walk, self.outputs, numbers, self.batch_dim, uses, places)
+            numbers = self.of_rows(torch.arange(self.samples, device="cpu"))
+            roots = roots_at(self.outputs, numbers, self.batch_dim)
+            follow = partial(maps_at, partial(self._follow, roots), uses, places)
             found = find_owners(differentiate, sites, self.samples, like, dtypes, self.exponents, follow)
+            if self.samples > 1 and not self.names.coupled:
+                arguments = uses, places, self.walk, roots, numbers, lambda: self.implied
+                self.doubted |= take_back_doubtful(found, *arguments)
         self.exponents = found.exponents
-        results = list(zip(found.owners, found.certain, found.gradients, found.finite, strict=True))
-        for use, (owners, certain, gradients, finite) in zip(uses, results, strict=False):
+        results = list(zip(found.owners, found.certain, found.gradients, found.lasting, strict=True))
+        for use, (owners, certain, gradients, lasting) in zip(uses, results, strict=False):
             self.layouts[use] = layout = use.layout(owners)
             self.use_gradients[use] = list(gradients)
-            # A verdict on what is not finite is none on other batches.
-            if self.recollection is not None and finite:
+            if self.recollection is not None and lasting:
                 self.recollection.note_use(use, layout, certain)
-        for place, (owners, certain, gradients, finite) in zip(places, results[len(uses) :], strict=True):
+        for place, (owners, certain, gradients, lasting) in zip(places, results[len(uses) :], strict=True):
             self.owners[place], self.gradients[place] = owners, gradients[0]
-            if self.recollection is not None and finite:
+            if self.recollection is not None and lasting:
                 self.recollection.note_place(place, owners, certain)
+
+    def _follow(self, roots: Mapping[Place, Tensor], places: Collection[Place]) -> dict[Place, Tensor]:
+        certain = {} if self.implied is None else self.implied.certain
+        return owners_by_reach(self.walk, self.samples, certain, roots, places)
 
     def _pass_to(self, uses: Sequence[Use], places: Sequence[Place]) -> Differentiate:
         return pruned_pass(
@@ -325,9 +341,3 @@ class _Search:
             ]
         # A call must not hide a path into the region, at its outputs or inside of it.
         self.uses = [use for use in self.uses if self.forced.isdisjoint(use.nodes)]
-
-
-def _site(node: Node, number: int) -> Site:
-    shape = graph.outputs(node)[number][0]
-    rows = 1 if graph.kind(node) in READINGS else len(shape)
-    return Site([len(shape)], min(rows, len(shape)), elements=True)

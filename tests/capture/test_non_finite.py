@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import gradbatch
 from gradbatch import BatchGrad, UnsupportedLayer
 from gradbatch.capture import graph, paths
+from gradbatch.capture.elements import NOBODY, SEVERAL
 from gradbatch.capture.memory import STEPS
-from gradbatch.capture.reach import NOBODY, owners_by_reach
+from gradbatch.capture.reach import owners_by_reach
 from tests.capture.reference import (
     WAYS,
     draw,
@@ -179,13 +180,13 @@ def test_reach_tells_a_factor_of_zero_from_no_path() -> None:
     end = next(node for node in walk.order() if graph.kind(node) == "MulBackward")
     leaf = next(node for node in walk.order() if graph.accumulated_variable(node) is x)
     roots = {(graph.node_of(losses), 0): torch.arange(2)}
-    found = owners_by_reach(walk, roots, [(end, 0), (leaf, 0)], 2)
+    found = owners_by_reach(walk, 2, {}, roots, [(end, 0), (leaf, 0)])
     # The second loss reaches the first row, and but for the zero the first loss would: it may be anybody's.
-    assert found[leaf, 0].tolist() == [[2, 2, 2], [1, 1, 1]]
+    assert found[leaf, 0].tolist() == [[SEVERAL] * 3, [1, 1, 1]]
     losses = x[:1].sum(1).expand(2) * torch.tensor([0.0, 0.0], dtype=torch.float64)
     walk = paths.walk([graph.node_of(losses)], [])
     leaf = next(node for node in walk.order() if graph.accumulated_variable(node) is x)
-    found = owners_by_reach(walk, {(graph.node_of(losses), 0): torch.arange(2)}, [(leaf, 0)], 2)
+    found = owners_by_reach(walk, 2, {}, {(graph.node_of(losses), 0): torch.arange(2)}, [(leaf, 0)])
     assert bool((found[leaf, 0] == NOBODY).all())
 
 
