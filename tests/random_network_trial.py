@@ -91,8 +91,8 @@ class Trial:
         names, in_order = (self._steps(coupled), False) if steps is None else (steps, True)
         self.network = RandomNetwork(seed, samples, positions, channels, names, self.dtype, in_order)
         self.needs_gradient = draw.random() < 0.15
-        others = [samples] * 5 + [max(1, samples - 1), samples + 1]
-        sizes = [samples, *(samples if coupled else draw.choice(others) for _ in range(batches - 1))]
+        others = [samples] * 3 + [max(2 if coupled else 1, samples - 1), samples + 1, samples + 2]
+        sizes = [samples, *(draw.choice(others) for _ in range(batches - 1))]
         torch.manual_seed(seed)
         self.batches = [self._batch(size, 10 * i, draw) for i, size in enumerate(sizes)]
         self.losses(self.batches[0])  # makes the layers

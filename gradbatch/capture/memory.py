@@ -39,12 +39,14 @@ class Measured:
         only: whether nothing else explains the gradients.
         follows: whether it follows from the operations alone.
         relied: whether what was known before does, so that it would have been relied on.
+        agrees: whether both are the same.
     """
 
     verdict: Verdict
     only: bool
     follows: bool
     relied: bool
+    agrees: bool
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Known:
         for place, found in measured.items():
             known, count = self.verdicts.get(place, (None, 0))
             differs = found.only or not isinstance(found.verdict, SampleLayout)
-            if count and found.verdict != known and differs:
+            if count and not found.agrees and differs:
                 del self.verdicts[place]
                 if found.relied and known is not None and count >= BATCHES:
                     self._contradict()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ class Recollection:
     """
 
     def __init__(self, memory: Memory, walk: graph.Walk, samples: int, roots: Mapping[Place, Run]) -> None:
-        self._known: Known = memory.of((samples, tuple(walk.structure)))
+        self._samples = samples
+        self._known: Known = memory.of(tuple(walk.structure))
         self._nodes = nodes = list(walk.order())
         self._numbers = {node: number for number, node in enumerate(nodes)}
         self._shapes = tuple([graph.shapes(node) for node in nodes])
@@ -40,7 +42,7 @@ class Recollection:
         """Add the layout of a call, if it is known and certain whatever the data is; ``None`` if samples share it."""
         key = self._key_of_use(use)
         if not self._is_due and self._known.trusts(key):
-            layout = self._known.verdicts[key][0]
+            layout = self._known_of_use(use)
             if layout is None or self.follows(use, layout):
                 into[use] = layout
 
@@ -48,7 +50,7 @@ class Recollection:
         """The same for the output of a node."""
         key = self._key_of_place(place)
         if not self._is_due and self._known.trusts(key):
-            layout = self._known.verdicts[key][0]
+            layout = self._known_of_place(place)
             if layout is None or self.is_certain(place, layout):
                 into[place] = layout
 
@@ -80,22 +82,40 @@ class Recollection:
 
     def note_use(self, use: Use, layout: Layout | None, only: bool) -> None:
         """Take down what was measured in this step."""
-        key = self._key_of_use(use)
-        relied, follows = (self.follows(use, known) for known in (self._known_at(key), layout))
-        self._measured[key] = Measured(layout, only, follows, relied)
+        known = self._known_of_use(use)
+        relied, follows = self.follows(use, known), self.follows(use, layout)
+        self._measured[self._key_of_use(use)] = Measured(layout, only, follows, relied, layout == known)
 
     def note_place(self, place: Place, owners: Owners | None, only: bool) -> None:
         """Take down what was measured in this step."""
-        key = self._key_of_place(place)
-        relied, follows = (self.is_certain(place, known) for known in (self._known_at(key), owners))
-        self._measured[key] = Measured(owners, only, follows, relied)
+        known = self._known_of_place(place)
+        relied, follows = self.is_certain(place, known), self.is_certain(place, owners)
+        self._measured[self._key_of_place(place)] = Measured(owners, only, follows, relied, owners == known)
 
     def store(self) -> None:
         """Keep what was taken down; raises :class:`StaleCapture` if it contradicts what was relied on."""
         self._known.store(self._measured)
 
-    def _known_at(self, key: Hashable) -> SampleLayout | None:
-        return self._known.verdicts.get(key, (None, 0))[0]
+    def _known_of_use(self, use: Use) -> SampleLayout | None:
+        """What is known of a call, for the samples and shapes of this step."""
+        node, anchor = use.anchors[0]
+        # Where a rule arranges the output, the layout is that of what comes out.
+        run = None if use.rule.arrange else self._certain.get((self._numbers[node], anchor.number))
+        return self._known_for(self._key_of_use(use), run, anchor.shape)
+
+    def _known_of_place(self, place: Place) -> SampleLayout | None:
+        at, number = self._numbers[place[0]], place[1]
+        return self._known_for((at, number), self._certain.get((at, number)), self._shapes[at][number])
+
+    def _known_for(self, key: Hashable, run: Run | None, shape: Sequence[int]) -> SampleLayout | None:
+        known = self._known.verdicts.get(key, (None, 0))[0]
+        if known is None:
+            return None
+        # How many rows of a sample lie next to each other depends on the shapes; on which axis they lie does not.
+        implied = None if run is None else run.layout(shape, self._samples)
+        if implied is not None and implied.axis == known.axis:
+            return implied
+        return replace(known, samples=self._samples)
 
     def _arranges(self, use: Use, position: int, run: Run, layout: SampleLayout) -> bool:
         """Whether an output with the samples in a place is arranged, by the call's rule, to one with a layout."""
@@ -111,13 +131,11 @@ class Recollection:
         return not (arranged - _numbered(layout, arranged.shape, device)).any()
 
     def _key_of_place(self, place: Place) -> Hashable:
-        node, number = place
-        at = self._numbers[node]
-        return at, number, self._shapes[at][number]
+        return self._numbers[place[0]], place[1]
 
     def _key_of_use(self, use: Use) -> Hashable:
         nodes = tuple(self._numbers[node] for node, _ in use.anchors)
-        return nodes, use.record.module_type, tuple((anchor.index, anchor.shape) for _, anchor in use.anchors)
+        return nodes, use.record.module_type, tuple(anchor.index for _, anchor in use.anchors)
 
 
 def _numbered(layout: SampleLayout, shape: torch.Size, device: torch.device) -> Tensor:

@@ -85,11 +85,36 @@ def test_the_same_by_compute(measurements: Measurements) -> None:
     assert min(counts[:2]) > 0 and counts[2:] == [0, 0]
 
 
-def test_other_shapes_and_other_graphs_are_measured_anew(measurements: Measurements) -> None:
+def flattened(self: nn.Module, x: Tensor) -> Tensor:
+    """Positions as rows of one axis, a table that all samples share, and a weight that is computed."""
+    hidden = self.first(x.flatten(0, 1)).unflatten(0, x.shape[:2]) + self.places(torch.arange(x.shape[1]))
+    return self.last(torch.tanh(hidden).flatten(0, 1)).unflatten(0, x.shape[:2]).sum(1)
+
+
+@pytest.mark.parametrize("way", ["backward", "compute"])
+def test_batches_of_other_sizes_and_lengths_are_not_measured_anew(
+    measurements: Measurements, way: str
+) -> None:
+    last = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))
+    model = wired(flattened, first=nn.Linear(3, 4), places=nn.Embedding(9, 4), last=last)
+    for samples, length in [(3, 5), (4, 6), (2, 5), (6, 2), (2, 2), (5, 5), (7, 1)]:
+        x = draw(samples, length, 3)
+        losses = lambda: sum_of_squares(model(x))  # noqa: E731, B023
+        right, before = expected(model, losses), measurements.count
+        if way == "backward":
+            results = gradbatch.backward(model, losses(), BatchGrad())
+        else:
+            with gradbatch.compute(model, BatchGrad(), loss_reduction="sum") as results:
+                losses().sum().backward()
+        assert_results(results, right)
+        assert measurements.count == before or (samples, length) in [(3, 5), (4, 6)]
+
+
+def test_another_graph_is_measured_anew(measurements: Measurements) -> None:
     model = perceptron()
-    step = lambda n: gradbatch.per_sample_grads(model, sum_of_squares(model(draw(n, 3))))  # noqa: E731
+    step = lambda *axes: gradbatch.per_sample_grads(model, sum_of_squares(model(draw(*axes, 3))))  # noqa: E731
     assert [measurements.of(lambda: step(4)) for _ in range(3)] == [1, 1, 0]
-    assert [measurements.of(lambda: step(5)) for _ in range(3)] == [1, 1, 0]
+    assert [measurements.of(lambda: step(4, 2)) for _ in range(3)] == [1, 1, 0]
     assert measurements.of(lambda: step(4)) == 0
 
 
