@@ -1,8 +1,8 @@
 """Remember where the samples lie, so that a training loop need not measure it in every step.
 
-What was measured is kept by the structure of the graph and the shapes in it. It is trusted once two batches agree, and
-only where the operations alone say the same (see :mod:`gradbatch.capture.propagation`), since a layout may be regular
-by chance. Now and then all is measured again.
+What was measured is kept by the structure of the graph. It is trusted once two batches agree, and only where the
+operations alone say the same for the shapes at hand (see :mod:`gradbatch.capture.propagation`), since a layout may be
+regular by chance. Now and then all is measured again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Known:
     """What is known of graphs of one structure.
 
     Args:
-        verdicts: regular layouts, or ``None`` for shared by several, by place, with how many batches have agreed.
+        verdicts: regular layouts of the last batch, or ``None`` for shared by several, by place, with how many
+            batches have agreed.
         steps: how often it was relied on since all was measured.
     """
 
@@ -114,9 +115,9 @@ class Known:
     def _contradict(self) -> None:
         self.verdicts.clear()
         raise StaleCapture(
-            "the samples lie elsewhere than in earlier batches, although the model carries out the same operations on "
-            f"the same shapes; results since the last check (at most {STEPS} steps ago) may be wrong. Extend the model "
-            "with remember=False, which measures in every step"
+            "the samples lie elsewhere than in earlier batches, and than the operations of the model imply; results "
+            f"since the last check (at most {STEPS} steps ago) may be wrong. Extend the model with remember=False, "
+            "which measures in every step"
         )
 
 
