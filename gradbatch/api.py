@@ -42,8 +42,9 @@ def extend(model: Model, batch_dim: int = 0, remember: bool = True) -> Model:
         model: any module.
         batch_dim: axis of the model's inputs and outputs that runs over samples. Used by :func:`compute` alone;
             :func:`backward` finds the samples by the losses.
-        remember: rely on where the samples lay in earlier steps with the same operations, once two steps agree and where the
-            operations alone imply it for the shapes at hand, and measure again every 64 steps. ``False``: measure in every step.
+        remember: rely on where the samples lay in earlier steps with the same operations, once two steps agree and
+            where the operations alone imply it for the shapes at hand, and measure again every 64 steps. ``False``:
+            measure in every step.
 
     Returns:
         The same model.
