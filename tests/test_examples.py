@@ -72,6 +72,20 @@ def test_the_digits_are_learned_privately_within_the_promised_epsilon(tmp_path: 
     assert {"batch", "loss", "accuracy", "norm_0.5", "cut"} <= steps[0].keys()
 
 
+def test_comments_are_learned_privately_by_what_is_not_frozen(tmp_path: Path) -> None:
+    require("gradbatch[demo,privacy]", "matplotlib", "rich", "dp_accounting")
+    options = ("--epochs", "0.25", "--base-steps", "30", "--epsilon", "4")
+    printed = run("dp_lora.py", tmp_path, *options, log="run.jsonl")
+    found = re.search(r"loss \(nats a character\) +([0-9.]+) +([0-9.]+) +([0-9.]+)", printed)
+    assert found, printed
+    base, private, plain = map(float, found.groups())
+    assert plain < private < base
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["run"] == "private"]
+    assert 2 * len(steps) == len(lines) and 3.9 < steps[-1]["epsilon"] <= 4.0
+    assert {"step", "batch", "norms"} <= steps[0].keys() and {"loss", "accuracy"} <= steps[-1].keys()
+
+
 @pytest.mark.slow
 def test_batches_of_16_say_what_all_digits_say_and_wrong_labels_are_found(tmp_path: Path) -> None:
     require("gradbatch[analysis,demo]", "sklearn", "matplotlib", "rich")
