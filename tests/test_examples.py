@@ -86,6 +86,20 @@ def test_comments_are_learned_privately_by_what_is_not_frozen(tmp_path: Path) ->
     assert {"step", "batch", "norms"} <= steps[0].keys() and {"loss", "accuracy"} <= steps[-1].keys()
 
 
+def test_users_are_learned_from_within_the_promised_epsilon(tmp_path: Path) -> None:
+    require("gradbatch[demo,privacy]", "sklearn", "matplotlib", "rich", "dp_accounting")
+    printed = run("dp_users.py", tmp_path, "--epsilon", "4", "--epochs", "8", log="run.jsonl")
+    found = re.search(r"unseen digits recognised: ([0-9.]+)%, without privacy ([0-9.]+)%", printed)
+    assert found, printed
+    private, plain = map(float, found.groups())
+    assert plain > 85 and private > 75
+    spent = re.search(r"epsilon spent: ([0-9.]+) at delta 0.0001", printed)
+    assert spent and 3.9 < float(spent[1]) <= 4.0
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["run"] == "private"] == [*range(1, 31)]
+    assert all(line["users"] <= 480 for line in lines)
+
+
 @pytest.mark.slow
 def test_batches_of_16_say_what_all_digits_say_and_wrong_labels_are_found(tmp_path: Path) -> None:
     require("gradbatch[analysis,demo]", "sklearn", "matplotlib", "rich")
