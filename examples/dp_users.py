@@ -42,12 +42,9 @@ def main() -> int:
     torch.manual_seed(0)
 
     users, unseen = load()
-    plain, _ = train(
-        users, unseen, options.epochs, lr=0.5, noise_multiplier=0.0, max_norm=1e6
-    )  # bounds nothing
-    log, private = train(
-        users, unseen, options.epochs, lr=2.0, target_epsilon=options.epsilon, max_norm=MAX_NORM
-    )
+    both = (users, unseen, options.epochs)
+    plain, _ = train(*both, lr=0.5, noise_multiplier=0.0, max_norm=1e6)
+    log, private = train(*both, lr=2.0, target_epsilon=options.epsilon, max_norm=MAX_NORM)
 
     norms = [line["norm"] for line in log if "norm" in line]
     console.print(

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -72,6 +73,7 @@ def test_the_digits_are_learned_privately_within_the_promised_epsilon(tmp_path: 
     assert {"batch", "loss", "accuracy", "norm_0.5", "cut"} <= steps[0].keys()
 
 
+@pytest.mark.slow
 def test_comments_are_learned_privately_by_what_is_not_frozen(tmp_path: Path) -> None:
     require("gradbatch[demo,privacy]", "matplotlib", "rich", "dp_accounting")
     options = ("--epochs", "0.25", "--base-steps", "30", "--epsilon", "4")
@@ -98,6 +100,27 @@ def test_users_are_learned_from_within_the_promised_epsilon(tmp_path: Path) -> N
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["run"] == "private"] == [*range(1, 31)]
     assert all(line["users"] <= 480 for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="the example needs a torch with gloo"
+)
+@pytest.mark.parametrize("spread", [(), ("--shard",)], ids=["whole", "sharded"])
+def test_two_processes_learn_one_model_within_the_promised_epsilon(
+    tmp_path: Path, spread: tuple[str, ...]
+) -> None:
+    require("gradbatch[demo,privacy]", "sklearn", "matplotlib", "rich", "dp_accounting")
+    options = ("--epsilon", "4", "--epochs", "2", *spread)
+    printed = run("dp_distributed.py", tmp_path, *options, log="run.jsonl")
+    found = re.search(r"unseen digits recognised: ([0-9.]+)%, without privacy ([0-9.]+)%", printed)
+    assert found and "all ranks have the same model: yes" in printed, printed
+    assert float(found[2]) > 60 and float(found[1]) > 60
+    spent = re.search(r"epsilon spent: ([0-9.]+) at delta 1e-05", printed)
+    assert spent and 3.9 < float(spent[1]) <= 4.0
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    shares = [line["share"] for line in lines if line["run"] == "private"]
+    assert len(shares) == 11 and all(len(share) == 2 and min(share) > 0 for share in shares)
 
 
 @pytest.mark.slow
