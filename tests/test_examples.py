@@ -111,7 +111,7 @@ def test_two_processes_learn_one_model_within_the_promised_epsilon(
     tmp_path: Path, spread: tuple[str, ...]
 ) -> None:
     require("gradbatch[demo,privacy]", "sklearn", "matplotlib", "rich", "dp_accounting")
-    options = ("--epsilon", "4", "--epochs", "2", *spread)
+    options = ("--epsilon", "4", "--epochs", "4", *spread)
     printed = run("dp_distributed.py", tmp_path, *options, log="run.jsonl")
     found = re.search(r"unseen digits recognised: ([0-9.]+)%, without privacy ([0-9.]+)%", printed)
     assert found and "all ranks have the same model: yes" in printed, printed
@@ -120,7 +120,7 @@ def test_two_processes_learn_one_model_within_the_promised_epsilon(
     assert spent and 3.9 < float(spent[1]) <= 4.0
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     shares = [line["share"] for line in lines if line["run"] == "private"]
-    assert len(shares) == 11 and all(len(share) == 2 and min(share) > 0 for share in shares)
+    assert len(shares) == 22 and all(len(share) == 2 and min(share) > 0 for share in shares)
 
 
 @pytest.mark.slow
