@@ -1,6 +1,8 @@
 """Couplings made to be missed: as faint, as regular and as well hidden under something loud as can be."""
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +10,21 @@ from torch import Tensor, nn
 
 import gradbatch
 from gradbatch import CoupledSamples
+from gradbatch.capture import owners
 from gradbatch.capture.layouts import OwnerMap, Site
-from gradbatch.capture.owners import find_owners
+from gradbatch.capture.owners import Ownership
 from gradbatch.rules import SampleLayout
 from tests.capture.reference import assert_refused, draw, wired
+
+
+def find_owners(gradients: Callable[[Tensor], list[list[Tensor]]], *arguments: Any) -> Ownership:
+    """Find them in gradients that a function gives all at once."""
+
+    def differentiate(weights: Tensor, take: owners.Take) -> None:
+        for number, outputs in enumerate(gradients(weights)):
+            take(number, list(outputs))
+
+    return owners.find_owners(differentiate, *arguments)
 
 
 def coupled(samples: int, couplings: Tensor, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
