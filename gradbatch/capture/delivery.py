@@ -17,7 +17,7 @@ from gradbatch.capture.evaluate import Totals
 from gradbatch.capture.explanation import Explanation
 from gradbatch.capture.graph import Place
 from gradbatch.capture.nodes import Cut
-from gradbatch.capture.passes import Arrived, Evaluate, PrunedPass, adjacent_tensors, strided
+from gradbatch.capture.passes import Arrived, Evaluate, PrunedPass, adjacent_tensors, is_packed, strided
 from gradbatch.capture.undisturbed import undisturbed
 from gradbatch.capture.uses import Names, Use
 from gradbatch.rules import Layout
@@ -34,6 +34,9 @@ def deliver(found: Explanation, losses: Tensor, names: Names, totals: Totals, ke
         keep_graph: ``False``: what autograd saved is freed where the pass went, as by any backward.
     """
     pending: list[tuple[list[Place], Evaluate]] = []
+    if is_packed(found.walk):
+        # On the way of a pass, a region is computed again once, and for each node by itself otherwise.
+        found.cut_gradients = [None] * len(found.cuts)
     for use, layout, gradients in zip(found.uses, found.layouts, _emptied(found.use_gradients), strict=True):
         if gradients is None:
             pending.append((use.places, _of_use(use, layout, totals)))

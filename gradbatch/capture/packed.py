@@ -9,6 +9,7 @@ a pass of its own, for which the whole region is run once more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -47,6 +48,17 @@ def read_aside(node: Node, read: Callable[[], Result]) -> Result:
                 for key, handle in holder.handles.items()
                 if key in known or key == graph.current_pass() or not isinstance(key, int)
             }
+
+
+def let_go(node: Node) -> None:
+    """Let go of what a checkpointed region computed again for a node, in the pass that is running and has been there.
+
+    What the node did not ask for would stay until its graph goes: a pruned pass needs no inputs for weight gradients.
+    """
+    with suppress(AttributeError, RuntimeError):
+        for holder in _holders(node):
+            if type(holder) is HOLDER:
+                holder.handles.pop(graph.current_pass(), None)
 
 
 class _Kept(dict[Any, Any]):

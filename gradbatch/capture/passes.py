@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import get_ident
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradbatch.capture import checkpoints, graph, paths
+from gradbatch.capture import checkpoints, graph, packed, paths
 from gradbatch.capture.graph import Place
 from gradbatch.capture.owners import Differentiate, Take
+from gradbatch.capture.records import PACKED
 from gradbatch.capture.undisturbed import readable
 from gradbatch.capture.uses import Names, Use
 
@@ -70,6 +72,9 @@ class PrunedPass:
         self._passed: list[tuple[Node, list[Place], Evaluate]] = []
         self._collected: list[tuple[list[Place], Evaluate]] = []
         self._error: Exception | None = None
+        self._is_packed = is_packed(walk)
+        # The node that the engine went through last, on each of its threads.
+        self._last: dict[int, Node] = {}
         # Through a checkpoint the engine does not come by itself.
         nodes = {node for places, _ in pending for node, _ in places}
         above = set() if walk.checkpoints else paths.above(nodes, walk)
@@ -90,7 +95,8 @@ class PrunedPass:
         """
         edges = list(dict.fromkeys(place for places, _ in self._collected for place in places))
         handles = [
-            node.register_prehook(self._hook(places, evaluate)) for node, places, evaluate in self._passed
+            node.register_prehook(self._hook(node, places, evaluate))
+            for node, places, evaluate in self._passed
         ]
         failure = None
         try:
@@ -114,8 +120,15 @@ class PrunedPass:
                 if last[place] == i:
                     arrived.pop(place, None)
 
-    def _hook(self, places: Sequence[Place], evaluate: Evaluate) -> Callable[[Sequence[Tensor | None]], None]:
+    def _hook(
+        self, node: Node, places: Sequence[Place], evaluate: Evaluate
+    ) -> Callable[[Sequence[Tensor | None]], None]:
         def take(gradients: Sequence[Tensor | None]) -> None:
+            if self._is_packed:
+                before = self._last.get(get_ident(), node)
+                self._last[get_ident()] = node
+                if before is not node:
+                    packed.let_go(before)
             try:
                 evaluate({(node, number): gradients[number] for node, number in places})
             except Exception as error:
@@ -123,6 +136,11 @@ class PrunedPass:
                 raise
 
         return take
+
+
+def is_packed(walk: graph.Walk) -> bool:
+    """Whether there are layers in the graph whose saved tensors are computed or fetched when they are read."""
+    return any(record.refusal == PACKED for notes in walk.notes.values() for record, _ in notes)
 
 
 def roots_at(outputs: Sequence[Tensor], numbers: Tensor, axis: int) -> dict[Place, Tensor]:
