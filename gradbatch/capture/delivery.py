@@ -7,27 +7,20 @@ is nothing further: it stops at these, without going through their nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
-from gradbatch.capture import checkpoints, graph, paths
 from gradbatch.capture.evaluate import Totals
 from gradbatch.capture.explanation import Explanation
 from gradbatch.capture.graph import Place
 from gradbatch.capture.nodes import Cut
-from gradbatch.capture.passes import adjacent_tensors, changed, strided
-from gradbatch.capture.undisturbed import readable, undisturbed
+from gradbatch.capture.passes import Arrived, Evaluate, PrunedPass, adjacent_tensors, is_packed, strided
+from gradbatch.capture.undisturbed import undisturbed
 from gradbatch.capture.uses import Names, Use
 from gradbatch.rules import Layout
-
-Arrived = Mapping[Place, Tensor | None]
-Evaluate = Callable[[Arrived], None]
-"""Evaluates a call or a cut, from the gradients at its places."""
 
 
 def deliver(found: Explanation, losses: Tensor, names: Names, totals: Totals, keep_graph: bool) -> None:
@@ -41,6 +34,9 @@ def deliver(found: Explanation, losses: Tensor, names: Names, totals: Totals, ke
         keep_graph: ``False``: what autograd saved is freed where the pass went, as by any backward.
     """
     pending: list[tuple[list[Place], Evaluate]] = []
+    if is_packed(found.walk):
+        # On the way of a pass, a region is computed again once, and for each node by itself otherwise.
+        found.cut_gradients = [None] * len(found.cuts)
     for use, layout, gradients in zip(found.uses, found.layouts, _emptied(found.use_gradients), strict=True):
         if gradients is None:
             pending.append((use.places, _of_use(use, layout, totals)))
@@ -53,7 +49,7 @@ def deliver(found: Explanation, losses: Tensor, names: Names, totals: Totals, ke
             totals.add_node(cut, by_output)
     if pending:
         with undisturbed(chain([losses], adjacent_tensors(found.walk)), names):
-            _Pass(found.walk, names, pending).run(losses, keep_graph)
+            PrunedPass(found.walk, names, pending).run([losses], [torch.ones_like(losses)], keep_graph)
 
 
 def _emptied(gradients: list[Any]) -> Any:
@@ -76,69 +72,3 @@ def _of_cut(cut: Cut, totals: Totals) -> Evaluate:
         totals.add_node(cut, {number: strided(arrived[cut.node, number]) for number in cut.owners})
 
     return evaluate
-
-
-class _Pass:
-    """A backward pass that evaluates calls and cuts on its way.
-
-    Args:
-        walk: the graph.
-        names: the layers.
-        pending: what is to be evaluated, with the places whose gradients it needs.
-    """
-
-    def __init__(
-        self, walk: graph.Walk, names: Names, pending: Sequence[tuple[list[Place], Evaluate]]
-    ) -> None:
-        self._walk, self._names = walk, names
-        self._passed: list[tuple[Node, list[Place], Evaluate]] = []
-        self._collected: list[tuple[list[Place], Evaluate]] = []
-        self._error: Exception | None = None
-        # Through a checkpoint the engine does not come by itself.
-        nodes = {node for places, _ in pending for node, _ in places}
-        above = set() if walk.checkpoints else paths.above(nodes, walk)
-        for places, evaluate in pending:
-            node, *others = {node for node, _ in places}
-            if not others and node in above:
-                self._passed.append((node, places, evaluate))
-            else:
-                self._collected.append((places, evaluate))
-
-    def run(self, losses: Tensor, keep_graph: bool) -> None:
-        """Run the pass, and evaluate everything."""
-        edges = list(dict.fromkeys(place for places, _ in self._collected for place in places))
-        handles = [
-            node.register_prehook(self._hook(places, evaluate)) for node, places, evaluate in self._passed
-        ]
-        failure = None
-        try:
-            with readable("the model's graph", lambda: changed(self._walk, self._names)):
-                weights = torch.ones_like(losses)
-                found = checkpoints.differentiate([losses], [weights], edges, self._walk, keep_graph)
-        except Exception as error:
-            # What went wrong in a hook, rather than what the engine makes of it.
-            failure = self._error or error
-        finally:
-            for handle in handles:
-                handle.remove()
-        if failure is not None:
-            raise failure
-        arrived = dict(zip(edges, found, strict=True))
-        del found
-        # From the first to the last use of each gradient, which goes then.
-        last = {place: i for i, (places, _) in enumerate(self._collected) for place in places}
-        for i, (places, evaluate) in enumerate(self._collected):
-            evaluate({place: arrived[place] for place in places})
-            for place in places:
-                if last[place] == i:
-                    arrived.pop(place, None)
-
-    def _hook(self, places: Sequence[Place], evaluate: Evaluate) -> Callable[[Sequence[Tensor | None]], None]:
-        def take(gradients: Sequence[Tensor | None]) -> None:
-            try:
-                evaluate({(node, number): gradients[number] for node, number in places})
-            except Exception as error:
-                self._error = self._error or error
-                raise
-
-        return take

@@ -20,6 +20,7 @@ from gradbatch.capture.calls import call_of, joined, likeness, yielded_by
 from gradbatch.capture.explanation import Explanation
 from gradbatch.capture.layouts import words
 from gradbatch.capture.nodes import Cut, contributions
+from gradbatch.capture.packed import read_aside
 from gradbatch.capture.undisturbed import readable
 from gradbatch.capture.uses import Use
 from gradbatch.errors import SlowPathWarning, UnsupportedLayer
@@ -83,6 +84,9 @@ class Totals:
         self._loops = Counter(use.record.module_id for use in found.uses if use.rule.by_row)
         self._held: dict[int, list[tuple[Use, Call]]] = {}
         self._expected = Counter() if take is None else Counter(_contributions_to_parameters(found))
+        # Edges into the shared region that nothing came along yet, and nodes of it with none left.
+        self._open = Counter(below for below, _ in _edges_of_cuts(found) if below not in self._accumulators)
+        self._ready: list[Node] = []
 
     def add_call(self, use: Use, gradients: Sequence[Tensor | None], layout: Layout) -> None:
         """Hand a recorded call to its rule, or keep it until all calls of its layer in a loop are there.
@@ -146,11 +150,13 @@ class Totals:
                 return list(contributions(cut, gradients, self._samples))
 
         with readable(cut.name):
-            for slot, grad, rule in graph.in_a_pass_of_its_own(evaluate):
+            for slot, grad, rule in read_aside(cut.node, evaluate):
                 if isinstance(grad, Dense) and grad.values.untyped_storage().data_ptr() in borrowed:
                     grad = Dense(grad.values.clone())
                 self._deliver(cut.node, slot, grad)
                 self._note(cut, slot, rule)
+        while self._ready:
+            self.pull_back(self._ready.pop())
 
     def pull_back(self, node: Node) -> None:
         """Send on what a node of the shared region has received; all above it must have been through."""
@@ -223,6 +229,9 @@ class Totals:
             return
         waiting: dict[int, Any] = self._waiting.setdefault(below, {})
         waiting[number] = waiting[number] + grad if number in waiting else grad
+        self._open[below] -= 1
+        if not self._open[below]:
+            self._ready.append(below)
 
     def _add(self, parameter: nn.Parameter, grad: PerSampleGrad, contributions: int = 1) -> None:
         grad = grad.with_planner(self._planner)
@@ -242,10 +251,17 @@ def _contributions_to_parameters(found: Explanation) -> Iterator[nn.Parameter]:
         for attribute in use.claimed:
             yield use.record.parameters[attribute]
     accumulators = found.walk.accumulators
-    edges = [graph.below(cut.node)[slot] for cut in found.cuts for slot in cut.slots]
-    for below, _ in edges + [edge for node in found.region for edge in graph.below(node)]:
+    for below, _ in _edges_of_cuts(found):
         if below in accumulators:
             yield accumulators[below]
+
+
+def _edges_of_cuts(found: Explanation) -> Iterator[graph.Place]:
+    """Where the contributions of cuts go, and from there those of the region."""
+    edges = [graph.below(cut.node)[slot] for cut in found.cuts for slot in cut.slots]
+    for below, number in edges + [edge for node in found.region for edge in graph.below(node)]:
+        if below is not None:
+            yield below, number
 
 
 def _level_of_the_user() -> int:

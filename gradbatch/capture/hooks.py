@@ -17,7 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from gradbatch.capture import graph
 from gradbatch.capture.anchors import anchor
 from gradbatch.capture.arguments import outputs_of, tensors_in
-from gradbatch.capture.records import Record
+from gradbatch.capture.records import PACKED, Record
 
 
 class ForwardRecorder:
@@ -56,7 +56,7 @@ class ForwardRecorder:
     def _foreign_hooks(self, module: nn.Module) -> str | None:
         """Why the record cannot stand for the call: then the nodes of the graph do."""
         if graph.packs_saved_tensors():
-            return "its inputs are not to be kept, but computed or fetched again"
+            return PACKED
         if next(iter(module._forward_hooks.values()), None) is not self:
             return (
                 "a forward hook was put before gradbatch's; register it without prepend=True, or extend again"

@@ -135,7 +135,7 @@ def _pointwise(node: Node, slot: int, gradient: Tensor) -> Tensor | None:
         except AttributeError:
             return None
     if kind in POINTWISE:
-        values: Tensor | None = graph.apply(node, [gradient])[slot]
+        values = graph.in_a_pass_of_its_own(partial(graph.apply, node, [gradient]))[slot]
         return values if values is not None and values.shape == gradient.shape else None
     return None
 

@@ -20,20 +20,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from gradbatch.capture.elements import NOBODY
-from gradbatch.capture.layouts import RESOLVED, OwnerMap, Owners, Site, by_sample, is_finite, owners_of
-from gradbatch.capture.tags import PRECISION, Precision, Tags, resolution
+from gradbatch.capture.evidence import Evidence, Outputs
+from gradbatch.capture.filled import filled, without_dead, without_zeros
+from gradbatch.capture.layouts import Gradients, OwnerMap, Owners, Site, by_sample, is_finite, largest, sizes
+from gradbatch.capture.tags import PRECISION, RESOLVED, Precision, Tags, resolution
 from gradbatch.rules import SampleLayout
 
-Gradients = Sequence[Sequence[Tensor | None]]
-"""The gradients of each call's outputs, in the outputs' shapes; ``None`` where none arrived."""
+Take = Callable[[int, Outputs], None]
+"""Called with the number of a call and the gradients of its outputs, as soon as they are there."""
 
-Differentiate = Callable[[Tensor], Gradients]
-"""One pruned backward pass: from weights of the losses ``[N]``."""
+Differentiate = Callable[[Tensor, Take], None]
+"""One pruned backward pass, from weights of the losses ``[N]``, which hands on the gradients of each call once."""
 
 Follow = Callable[[], Gradients]
 """Whose each element is by the operations alone: maps in the gradients' shapes."""
@@ -86,50 +88,31 @@ def find_owners(
         exponents: of the weights to begin with, from an earlier search on the same losses.
         follow: finds whose the elements are that are not finite, which no measurement tells.
     """
-    precision = min(
-        (PRECISION[d] for d in {*dtypes, weight_like.dtype} if d in PRECISION), key=lambda p: p.digits
-    )
-    least = RESOLVED * max(resolution(d) for d in {*dtypes, weight_like.dtype} if d in PRECISION)
+    every = {d for d in {*dtypes, weight_like.dtype} if d in PRECISION}
+    precision = min((PRECISION[d] for d in every), key=lambda p: p.digits)
+    least = RESOLVED * max(map(resolution, every))
     tags = Tags.spread(samples, precision.digits)
     # Exponents that the base may use, the tags being on top of them.
     limit = math.floor(math.log2(torch.finfo(weight_like.dtype).max)) - precision.digits
     base = torch.zeros(samples, dtype=torch.float64, device="cpu") if exponents is None else exponents
     dead = torch.zeros(samples, dtype=torch.bool, device="cpu")
-
-    def run(exponents: Tensor, mask: Tensor | None = None) -> Gradients:
-        weights = torch.exp2(exponents)
-        return differentiate((weights if mask is None else weights * mask).to(weight_like))
-
-    followed: Gradients | None = None
+    passes = _Passes(differentiate, sites, tags, samples, weight_like, follow and cache(follow))
+    found: _Found | None = None
     for _ in range(ATTEMPTS):
-        plain = run(base)
-        peak = max((_largest(g) for outputs in plain for g in outputs), default=0.0)
-        shift = _shift_of(peak, precision) if samples > 1 else 0
+        found = None  # its gradients go before others come
+        plain = passes.collected(base)
+        shift = _shift_of(_largest_of(plain), precision) if samples > 1 else 0
         if shift:
-            base = (base + shift).clamp(-limit, limit)
-            plain = run(base)
-        raw = runs = _without_zeros([plain, *(run(base + tag) for tag in tags.exponents)])
-        finite = [_is_finite([gradients[i] for gradients in runs]) for i in range(len(sites))]
-        if samples > 1 and follow is not None and not all(finite):
-            followed = follow() if followed is None else followed
-            raw = _without_zeros([_without_dead(gradients, followed) for gradients in raw])
-            runs = _filled(raw, followed, [base, *(base + tag for tag in tags.exponents)])
-        found = [
-            owners_of(site, [gradients[i] for gradients in runs], tags, samples)
-            for i, site in enumerate(sites)
-        ]
-        owners = [owner for owner, _ in found]
-        present = torch.ones(len(sites), samples, dtype=torch.bool, device="cpu")
+            plain, base = [], (base + shift).clamp(-limit, limit)
+            plain = passes.collected(base)
+        found = passes.found(plain, base)
         if samples == 1:
             break
-        loudness = _loudness(runs[0], owners, samples)
-        for i, owner in enumerate(owners):
-            present[i] = (loudness[i] > 0) | (owner is None)
-        loudness = loudness.amax(0) if len(loudness) else loudness.new_zeros(samples)
+        loudness = found.loudness.amax(0) if len(sites) else torch.zeros_like(base)
         quiet = (loudness == 0) & ~dead
         if quiet.any():
             # Nothing there, or drowned by a louder sample in a sum: ask the quiet ones alone.
-            alone = max((_largest(g) for outputs in run(base, quiet) for g in outputs), default=0.0)
+            alone = passes.largest(base, quiet)
             if alone == 0:
                 dead |= quiet
             else:
@@ -141,53 +124,128 @@ def find_owners(
             break
         step = torch.where(seen, loudness, torch.ones_like(loudness)).log2().round()
         base = (base - step).clamp(-limit, limit)
-    gradients = _unweighted(raw[0], owners, base)
+    assert found is not None
+    gradients = _unweighted(found.plain, found.owners, found.base)
     if base.any():
         # Weights are exact only as long as nothing leaves the dtype's range; without them nothing is lost.
-        exact = run(torch.zeros_like(base))
-        gradients = [
-            [_where_finite(g, weighted) for g, weighted in zip(*outputs, strict=True)]
-            for outputs in zip(exact, gradients, strict=True)
-        ]
-    certain = [only for _, only in found]
-    return Ownership(owners, certain, gradients, base, finite, present)
+        def put_in_place(i: int, exact: Outputs) -> None:
+            gradients[i] = [
+                _where_finite(g, weighted) for g, weighted in zip(exact, gradients[i], strict=True)
+            ]
+
+        passes.run(torch.zeros_like(base), put_in_place)
+    present = found.loudness > 0
+    for i, owner in enumerate(found.owners):
+        present[i] |= owner is None or samples == 1
+    return Ownership(found.owners, found.certain, gradients, base, found.finite, present)
 
 
-def _is_finite(runs: Gradients) -> bool:
-    return all(is_finite(g) for outputs in runs for g in outputs if g is not None)
+@dataclass
+class _Found:
+    """What the passes with one base of weights say, one entry a site.
 
-
-def _without_dead(gradients: Gradients, followed: Gradients) -> Gradients:
-    """Zeros where no loss reaches an element: whatever becomes of zero times NaN, nothing depends on it."""
-    return [
-        [
-            g if g is None or owner is None else g.masked_fill(~g.isfinite() & (owner == NOBODY), 0)
-            for g, owner in zip(*outputs, strict=True)
-        ]
-        for outputs in zip(gradients, followed, strict=True)
-    ]
-
-
-def _filled(runs: Sequence[Gradients], followed: Gradients, exponents: Sequence[Tensor]) -> list[Gradients]:
-    """Put in place of what is not finite what a finite gradient of the same sample would be in each pass.
-
-    What is finite must still agree with it, so that a layout is accepted only if both say the same.
+    Args:
+        base: exponents of those weights, ``[N]``.
+        plain: gradients of the losses with that base alone; ``None`` where they are zero.
+        owners: where the samples lie.
+        certain: whether nothing else explains the gradients.
+        finite: whether all of them were, in all passes.
+        loudness: the largest of each sample, ``[sites, N]``.
     """
 
-    def fill(i: int, j: int, number: int) -> Tensor | None:
-        gradient, owner = runs[number][i][j], followed[i][j]
-        if gradient is None or owner is None:
-            return gradient
-        unknown = ~torch.stack([g.isfinite() for run in runs if (g := run[i][j]) is not None]).all(0)
-        weights = torch.exp2(exponents[number]).to(gradient)
-        single = (owner >= 0) & (owner < len(weights))
-        values = (_largest(runs[0][i][j]) or 1.0) * weights[owner.clamp(0, len(weights) - 1)]
-        return torch.where(unknown & single, values, gradient)
+    base: Tensor
+    plain: Gradients
+    owners: list[Owners | None]
+    certain: list[bool]
+    finite: list[bool]
+    loudness: Tensor
 
-    return [
-        [[fill(i, j, number) for j in range(len(outputs))] for i, outputs in enumerate(gradients)]
-        for number, gradients in enumerate(runs)
-    ]
+
+@dataclass
+class _Passes:
+    """Backward passes from weighted losses, and what they bring together.
+
+    The arguments are those of :func:`find_owners`, and the tags.
+    """
+
+    differentiate: Differentiate
+    sites: Sequence[Site]
+    tags: Tags
+    samples: int
+    like: Tensor
+    follow: Follow | None
+
+    def run(self, exponents: Tensor, take: Take, mask: Tensor | None = None) -> None:
+        """Run one pass, with powers of two for weights."""
+        weights = torch.exp2(exponents)
+        self.differentiate((weights if mask is None else weights * mask).to(self.like), take)
+
+    def collected(self, exponents: Tensor) -> list[Outputs]:
+        """All gradients of one pass."""
+        found: list[Outputs] = [[] for _ in self.sites]
+        self.run(exponents, found.__setitem__)
+        return found
+
+    def largest(self, exponents: Tensor, mask: Tensor) -> float:
+        """The largest gradient anywhere of some samples."""
+        found = [0.0]
+        self.run(exponents, lambda _, outputs: found.extend(map(largest, outputs)), mask)
+        return max(found)
+
+    def found(self, plain: list[Outputs], base: Tensor) -> _Found:
+        """Run the tagged passes.
+
+        Args:
+            plain: what the pass without tags brought.
+            base: exponents of its weights.
+        """
+        follow = self.follow if self.samples > 1 else None
+        evidence = None if follow is not None and not _are_finite(plain) else self._evidence(plain, base)
+        if follow is not None and (evidence is None or not all(e.finite for e in evidence)):
+            return self._followed(plain, base, follow())
+        assert evidence is not None
+        return self._concluded(evidence, base, [e.plain for e in evidence], [e.finite for e in evidence])
+
+    def _concluded(
+        self, evidence: Sequence[Evidence], base: Tensor, plain: Gradients, finite: list[bool]
+    ) -> _Found:
+        told = [e.owners() for e in evidence]
+        owners = [owner for owner, _ in told]
+        loudness = _loudness([e.plain for e in evidence], owners, self.samples)
+        return _Found(base, plain, owners, [only for _, only in told], finite, loudness)
+
+    def _evidence(self, plain: Sequence[Outputs], base: Tensor) -> list[Evidence]:
+        """What the tagged passes say of each site, whose gradients go again where that can be."""
+        evidence = [
+            Evidence(site, own, self.tags, self.samples) for site, own in zip(self.sites, plain, strict=True)
+        ]
+        wanted = set(range(len(evidence)))
+        while wanted:
+            for number, tag in enumerate(self.tags.exponents):
+
+                def add(i: int, outputs: Outputs, number: int = number) -> None:
+                    if i in wanted:  # noqa: B023
+                        evidence[i].add(number, outputs)
+
+                self.run(base + tag, add)
+            wanted = {i for i, e in enumerate(evidence) if e.lacks}
+            for i in wanted:
+                evidence[i] = evidence[i].again()
+        return evidence
+
+    def _followed(self, plain: list[Outputs], base: Tensor, followed: Gradients) -> _Found:
+        """The same with what is not finite filled in; all passes are kept."""
+        exponents = [base, *(base + tag for tag in self.tags.exponents)]
+        runs = [plain, *map(self.collected, exponents[1:])]
+        finite = [_are_finite([gradients[i] for gradients in runs]) for i in range(len(self.sites))]
+        raw = without_zeros([without_dead(gradients, followed) for gradients in runs])
+        evidence = []
+        for site, own, *tagged in zip(self.sites, *filled(raw, followed, exponents), strict=True):
+            one = Evidence(site, own, self.tags, self.samples, keep=True)
+            for number, outputs in enumerate(tagged):
+                one.add(number, outputs)
+            evidence.append(one)
+        return self._concluded(evidence, base, raw[0], finite)
 
 
 def _shift_of(peak: float, precision: Precision) -> int:
@@ -205,23 +263,6 @@ def _where_finite(exact: Tensor | None, weighted: Tensor | None) -> Tensor | Non
     return weighted if exact is None or weighted is None else torch.where(exact.isfinite(), exact, weighted)
 
 
-def _without_zeros(runs: Sequence[Gradients]) -> list[Gradients]:
-    """Replace by ``None`` what is exactly zero in all passes: it belongs to nobody, wherever it lies."""
-    silent = {
-        (i, j)
-        for i, outputs in enumerate(runs[0])
-        for j in range(len(outputs))
-        if not any((g := gradients[i][j]) is not None and g.any() for gradients in runs)
-    }
-    return [
-        [
-            [None if (i, j) in silent else g for j, g in enumerate(outputs)]
-            for i, outputs in enumerate(gradients)
-        ]
-        for gradients in runs
-    ]
-
-
 def _loudness(plain: Gradients, owners: Sequence[Owners | None], samples: int) -> Tensor:
     """Largest finite element of each sample in the gradients of each site, ``[sites, N]``."""
     result = torch.zeros(len(plain), samples, dtype=torch.float64, device="cpu")
@@ -230,23 +271,21 @@ def _loudness(plain: Gradients, owners: Sequence[Owners | None], samples: int) -
             if gradient is None or owner is None:
                 continue
             if isinstance(owner, SampleLayout):
-                sizes = _sizes(by_sample(owner, gradient)).to(row)
+                loudest = sizes(by_sample(owner, gradient)).to(row)
             else:
                 known = owner.owner.clamp_min(0).reshape(-1)
                 flat = gradient.abs().reshape(-1).to(torch.float64)
-                sizes = flat.new_zeros(samples).scatter_reduce_(0, known, flat, "amax").to(row)
-            torch.maximum(row, sizes, out=row)
+                loudest = flat.new_zeros(samples).scatter_reduce_(0, known, flat, "amax").to(row)
+            torch.maximum(row, loudest, out=row)
     return result
 
 
-def _largest(gradient: Tensor | None) -> float:
-    return 0.0 if gradient is None or not gradient.numel() else float(_sizes(gradient.reshape(1, -1)))
+def _are_finite(runs: Gradients) -> bool:
+    return all(is_finite(g) for outputs in runs for g in outputs if g is not None)
 
 
-def _sizes(rows: Tensor) -> Tensor:
-    """Largest finite absolute value of each row, ``[N, elements]`` to ``[N]``."""
-    sizes = torch.linalg.vector_norm(rows, torch.inf, 1)  # in one pass, without a temporary
-    return sizes if sizes.isfinite().all() else rows.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
+def _largest_of(gradients: Gradients) -> float:
+    return max((largest(g) for outputs in gradients for g in outputs), default=0.0)
 
 
 def _unweighted(

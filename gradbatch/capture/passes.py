@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import get_ident
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from gradbatch.capture import graph
-from gradbatch.capture.checkpoints import differentiate
+from gradbatch.capture import checkpoints, graph, packed, paths
 from gradbatch.capture.graph import Place
-from gradbatch.capture.owners import Differentiate
+from gradbatch.capture.owners import Differentiate, Take
+from gradbatch.capture.records import PACKED
 from gradbatch.capture.undisturbed import readable
 from gradbatch.capture.uses import Names, Use
+
+Arrived = Mapping[Place, Tensor | None]
+Evaluate = Callable[[Arrived], None]
+"""Evaluates a call or a cut, from the gradients at its places."""
 
 
 def pruned_pass(
@@ -32,15 +38,109 @@ def pruned_pass(
         walk: the graph.
         names: the layers.
     """
-    edges = list(dict.fromkeys([*(place for use in uses for place in use.places), *places]))
 
-    def run(weights: Tensor) -> list[list[Tensor | None]]:
-        with readable("the model's graph", lambda: changed(walk, names)):
-            found = differentiate(outputs, cotangents(weights), edges, walk)
-        arrived = {edge: strided(g) for edge, g in zip(edges, found, strict=True)}
-        return _as_taken(arrived, uses, places)
+    sites = [*((use, use.places) for use in uses), *((None, [place]) for place in places)]
+
+    def run(weights: Tensor, take: Take) -> None:
+        pending = [(site[1], _handing_on(take, number, *site)) for number, site in enumerate(sites)]
+        PrunedPass(walk, names, pending).run(outputs, cotangents(weights), keep_graph=True)
 
     return run
+
+
+def _handing_on(take: Take, number: int, use: Use | None, places: Sequence[Place]) -> Evaluate:
+    def evaluate(arrived: Arrived) -> None:
+        gradients = [strided(arrived[place]) for place in places]
+        take(number, gradients if use is None else [use.output_gradient(*g) for g in enumerate(gradients)])
+
+    return evaluate
+
+
+class PrunedPass:
+    """A backward pass that evaluates calls and cuts on its way, and goes no further than it must.
+
+    Args:
+        walk: the graph.
+        names: the layers.
+        pending: what is to be evaluated, with the places whose gradients it needs.
+    """
+
+    def __init__(
+        self, walk: graph.Walk, names: Names, pending: Sequence[tuple[list[Place], Evaluate]]
+    ) -> None:
+        self._walk, self._names = walk, names
+        self._passed: list[tuple[Node, list[Place], Evaluate]] = []
+        self._collected: list[tuple[list[Place], Evaluate]] = []
+        self._error: Exception | None = None
+        self._is_packed = is_packed(walk)
+        # The node that the engine went through last, on each of its threads.
+        self._last: dict[int, Node] = {}
+        # Through a checkpoint the engine does not come by itself.
+        nodes = {node for places, _ in pending for node, _ in places}
+        above = set() if walk.checkpoints else paths.above(nodes, walk)
+        for places, evaluate in pending:
+            node, *others = {node for node, _ in places}
+            if not others and node in above:
+                self._passed.append((node, places, evaluate))
+            else:
+                self._collected.append((places, evaluate))
+
+    def run(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], keep_graph: bool) -> None:
+        """Run the pass, and evaluate everything.
+
+        Args:
+            outputs: where it starts.
+            cotangents: of ``outputs``.
+            keep_graph: whether what autograd saved is kept.
+        """
+        edges = list(dict.fromkeys(place for places, _ in self._collected for place in places))
+        handles = [
+            node.register_prehook(self._hook(node, places, evaluate))
+            for node, places, evaluate in self._passed
+        ]
+        failure = None
+        try:
+            with readable("the model's graph", lambda: changed(self._walk, self._names)):
+                found = checkpoints.differentiate(outputs, cotangents, edges, self._walk, keep_graph)
+        except Exception as error:
+            # What went wrong in a hook, rather than what the engine makes of it.
+            failure = self._error or error
+        finally:
+            for handle in handles:
+                handle.remove()
+        if failure is not None:
+            raise failure
+        arrived = dict(zip(edges, found, strict=True))
+        del found
+        # From the first to the last use of each gradient, which goes then.
+        last = {place: i for i, (places, _) in enumerate(self._collected) for place in places}
+        for i, (places, evaluate) in enumerate(self._collected):
+            evaluate({place: arrived[place] for place in places})
+            for place in places:
+                if last[place] == i:
+                    arrived.pop(place, None)
+
+    def _hook(
+        self, node: Node, places: Sequence[Place], evaluate: Evaluate
+    ) -> Callable[[Sequence[Tensor | None]], None]:
+        def take(gradients: Sequence[Tensor | None]) -> None:
+            if self._is_packed:
+                before = self._last.get(get_ident(), node)
+                self._last[get_ident()] = node
+                if before is not node:
+                    packed.let_go(before)
+            try:
+                evaluate({(node, number): gradients[number] for node, number in places})
+            except Exception as error:
+                self._error = self._error or error
+                raise
+
+        return take
+
+
+def is_packed(walk: graph.Walk) -> bool:
+    """Whether there are layers in the graph whose saved tensors are computed or fetched when they are read."""
+    return any(record.refusal == PACKED for notes in walk.notes.values() for record, _ in notes)
 
 
 def roots_at(outputs: Sequence[Tensor], numbers: Tensor, axis: int) -> dict[Place, Tensor]:

@@ -27,6 +27,7 @@ FREED = (
     "an earlier backward pass has freed this graph. Let gradbatch.backward do that pass too (reduction=...), pass "
     "retain_graph=True to it, or run the forward again"
 )
+PACKED = "its inputs are not to be kept, but computed or fetched again"
 CHANGED = (
     "changed in place after the forward, as optimizer.step() does, before its gradients were computed. Step after "
     "gradbatch.backward, or behind the with block of gradbatch.compute; or run the forward again"

@@ -37,6 +37,10 @@ PRECISION = {
 }
 
 
+# Next to the smallest numbers of a dtype, those up to so many times its resolution are known badly.
+RESOLVED = 2.0**12
+
+
 def resolution(dtype: torch.dtype) -> float:
     """Absolute difference that rounding makes next to the smallest numbers of a dtype."""
     return 4 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

@@ -121,3 +121,26 @@ def test_no_input_of_a_layer_is_kept_until_the_backward(saved: str) -> None:
         assert all(reference() is None for reference in seen)
     right = expected(model, lambda: losses)
     assert_results(gradbatch.backward(model, losses, gradbatch.BatchGrad()), right)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["layers", "a layer twice"])
+def test_a_region_is_run_once_for_the_pass_and_all_that_is_read_in_it(way: str, kind: str) -> None:
+    if not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
+        pytest.skip("this torch does not show what it keeps in place of a saved tensor")
+    runs = 0
+
+    def block(self: nn.Module, hidden: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return BLOCKS[kind](self, hidden)
+
+    model, counts = model_of(block), []
+    for _ in range(4):
+        x = draw(3, 5, 3)
+        losses = lambda: sum_of_squares(model(x))  # noqa: E731, B023
+        right, before = expected(model, losses), runs
+        assert_results(WAYS[way](model, losses), right)
+        counts.append(runs - before)
+    # Of two blocks each, the forward and the pass.
+    assert counts[2:] == [4, 4]

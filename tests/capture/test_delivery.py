@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import gradbatch
 from gradbatch import BatchGrad, BatchL2Grad, ClippedSum, GradBatchError, Quantity, StaleCapture
 from gradbatch.capture import delivery
+from gradbatch.capture.passes import PrunedPass
 from tests.capture.reference import assert_results, draw, expected, sum_of_squares, wired
 from tests.oracle import TOLERANCE, assert_right, projection
 from tests.rules.case import Case
@@ -32,13 +34,13 @@ class Passes(list[tuple[int, int]]):
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     seen = Passes()
-    run = delivery._Pass.run
 
-    def noted(self: delivery._Pass, *args: object) -> None:
-        seen.append((len(self._passed), len(self._collected)))
-        run(self, *args)  # type: ignore[arg-type]
+    class Noted(PrunedPass):
+        def run(self, *args: Any, **kwargs: Any) -> None:
+            seen.append((len(self._passed), len(self._collected)))
+            super().run(*args, **kwargs)
 
-    monkeypatch.setattr(delivery._Pass, "run", noted)
+    monkeypatch.setattr(delivery, "PrunedPass", Noted)
     return seen
 
 

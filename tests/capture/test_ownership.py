@@ -1,6 +1,9 @@
 """Couplings made to be missed: as faint, as regular and as well hidden under something loud as can be."""
 
 import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +11,21 @@ from torch import Tensor, nn
 
 import gradbatch
 from gradbatch import CoupledSamples
+from gradbatch.capture import owners
 from gradbatch.capture.layouts import OwnerMap, Site
-from gradbatch.capture.owners import find_owners
+from gradbatch.capture.owners import Ownership
 from gradbatch.rules import SampleLayout
 from tests.capture.reference import assert_refused, draw, wired
+
+
+def find_owners(gradients: Callable[[Tensor], list[list[Tensor]]], *arguments: Any) -> Ownership:
+    """Find them in gradients that a function gives all at once."""
+
+    def differentiate(weights: Tensor, take: owners.Take) -> None:
+        for number, outputs in enumerate(gradients(weights)):
+            take(number, list(outputs))
+
+    return owners.find_owners(differentiate, *arguments)
 
 
 def coupled(samples: int, couplings: Tensor, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
@@ -194,3 +208,35 @@ def test_an_element_that_two_samples_share_belongs_to_nobody(samples: int, eleme
         site = Site([2 if elements else 1], elements=elements)
         found = find_owners(gradients, [site], samples, gradient, {torch.float64})
         assert found.owners == [None]
+
+
+def test_of_the_tagged_passes_nothing_is_kept_that_is_regular() -> None:
+    own, alive = draw(100, 3), list[int]()
+    given: list[list[weakref.ref[Tensor]]] = []
+
+    def gradients(weights: Tensor) -> list[list[Tensor]]:
+        alive.append(sum(one() is not None for outputs in given for one in outputs))
+        found = [[own * weights.unsqueeze(1)], [own.sum(1) * weights]]
+        given.append([weakref.ref(outputs[0]) for outputs in found])
+        return found
+
+    sites = [Site([1]), Site([1])]
+    found = find_owners(gradients, sites, 100, own, {torch.float64})
+    assert found.owners == [SampleLayout(100), SampleLayout(100)]
+    # One pass without tags, and two for each of the two digits of a number below 100.
+    assert alive == [0, 2, 2, 2, 2]
+
+
+def test_what_is_regular_in_the_first_passes_alone_is_measured_again_and_whole() -> None:
+    own, passes = draw(100, 3), list[Tensor]()
+
+    def gradients(weights: Tensor) -> list[list[Tensor]]:
+        passes.append(weights)
+        result = own * weights.unsqueeze(1)
+        # A coupling that the last digit alone shows: zero as long as these two have the same one.
+        result[0] += 1e-6 * (weights[1] / weights[0] - weights[3] / weights[2]) * own[1]
+        return [[result]]
+
+    found = find_owners(gradients, [Site([1])], 100, own, {torch.float64})
+    assert found.owners == [None]
+    assert len(passes) > 5
