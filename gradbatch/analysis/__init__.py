@@ -19,6 +19,7 @@ from gradbatch.analysis.batch_size import (
     norm_test as norm_test,
     orthogonality_test as orthogonality_test,
 )
+from gradbatch.analysis.cadence import logarithmic as logarithmic
 from gradbatch.analysis.elementwise import (
     FisherDiagonal as FisherDiagonal,
     stopping_evidence as stopping_evidence,
@@ -36,7 +37,6 @@ from gradbatch.analysis.log import (
 from gradbatch.analysis.monitor import (
     GradientMonitor as GradientMonitor,
     MonitoredStep as MonitoredStep,
-    logarithmic as logarithmic,
 )
 from gradbatch.analysis.noise import (
     NoiseScale as NoiseScale,
@@ -44,5 +44,10 @@ from gradbatch.analysis.noise import (
     total_variance as total_variance,
 )
 from gradbatch.analysis.norms import norm_quantiles as norm_quantiles, quantile_interval as quantile_interval
-from gradbatch.analysis.quantities import BatchDotSum as BatchDotSum, SumL2Grad as SumL2Grad
+from gradbatch.analysis.quantities import (
+    BatchDotSum as BatchDotSum,
+    EvidenceParts as EvidenceParts,
+    FirstGram as FirstGram,
+    SumL2Grad as SumL2Grad,
+)
 from gradbatch.analysis.report import write_report as write_report

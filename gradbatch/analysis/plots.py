@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from gradbatch.analysis.log import Log, Record
 from gradbatch.analysis.norms import LEVELS
-from gradbatch.analysis.summary import layer_noise, whole_noise, windows
+from gradbatch.analysis.parts import part_noise
+from gradbatch.analysis.summary import whole_noise, windows
 from gradbatch.errors import UsageError
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def layer_signal(log: Log) -> Figure:
     columns, edges = [], []
     names: list[str] = []
     for stretch in _stretches(log):
-        names, noise = layer_noise(log, stretch)
+        names, noise = part_noise(log, stretch)
         batch = sum(record.samples for record in stretch) / len(stretch)
         columns.append(noise.signal_to_noise(batch).tolist()[:MOST_ROWS])
         edges.append(stretch[0].step)

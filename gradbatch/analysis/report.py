@@ -10,11 +10,11 @@ from pathlib import Path
 from gradbatch.analysis import page, plots
 from gradbatch.analysis.log import Log, read_log
 from gradbatch.analysis.noise import NoiseScale
-from gradbatch.analysis.summary import layers_at_end, recent, sizes_by_test, warnings, whole_noise
+from gradbatch.analysis.parts import By, parts_of
+from gradbatch.analysis.summary import recent, sizes_by_test, warnings, whole_noise
 from gradbatch.errors import UsageError
 
 COLUMNS = (
-    "layer",
     "parameters",
     "gradient norm",
     "noise scale",
@@ -107,7 +107,11 @@ def render(log: Log, source: str) -> str:
             page.words("In words", summary(log)),
             page.warned(warnings(log)),
             page.pictures(figures),
-            page.table(f"Layers at the end ({_where(log)})", COLUMNS, _rows(log)),
+            page.table(f"Layers at the end ({_where(log)})", ("layer", *COLUMNS), _rows(log, "layer")),
+            page.table("Groups at the end", ("group", *COLUMNS), _rows(log, "group")),
+            page.table(
+                "Parameters at the end", ("parameter", *COLUMNS), _rows(log, "parameter"), folded=True
+            ),
             page.table("Batch sizes by other rules", TEST_COLUMNS, _test_rows(log)),
             page.words("How to read this", READING),
         ],
@@ -140,7 +144,7 @@ def summary(log: Log) -> list[str]:
             f"model, each step makes {batch / (batch + value):.0%} of the progress of a step without noise, and each "
             f"sample {value / (batch + value):.0%} of what it makes in a tiny batch."
         )
-    layers = [layer for layer in layers_at_end(log) if layer.share > 0]
+    layers = [layer for layer in parts_of(log, recent(log)) if layer.share > 0]
     paragraphs = [first]
     if len(layers) > 1:
         loudest = max(layers, key=lambda layer: layer.share)
@@ -174,20 +178,20 @@ def _cards(log: Log) -> list[tuple[str, str]]:
     ]
 
 
-def _rows(log: Log) -> list[list[str]]:
+def _rows(log: Log, by: By) -> list[list[str]]:
     rows = []
-    for layer in layers_at_end(log):
-        low, high = layer.interval
-        defined = not math.isnan(layer.noise)
+    for part in parts_of(log, recent(log), by):
+        low, high = part.interval
+        defined = not math.isnan(part.noise)
         rows.append(
             [
-                _name(layer.name),
-                f"{layer.elements:,}",
-                "–" if math.isnan(layer.norm) else f"{layer.norm:.3g}",
-                _bounded(layer.noise) if defined else "–",
+                _name(part.name),
+                f"{part.elements:,}",
+                "–" if math.isnan(part.norm) else f"{part.norm:.3g}",
+                _bounded(part.noise) if defined else "–",
                 f"{_rounded(low)} to {_bounded(high)}" if defined else "–",
-                f"{layer.signal_to_noise:.2g}" if defined else "–",
-                f"{layer.share:.1%}" if defined else "–",
+                f"{part.signal_to_noise:.2g}" if defined else "–",
+                f"{part.share:.1%}" if defined else "–",
             ]
         )
     return rows

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradbatch import CoupledSamples, UsageError
-from gradbatch.analysis import GradientMonitor, NoiseScale, Record, logarithmic, norm_quantiles
+from gradbatch.analysis import (
+    GradientMonitor,
+    NoiseScale,
+    Record,
+    logarithmic,
+    norm_quantiles,
+    stopping_evidence,
+)
 
 
 def network() -> nn.Sequential:
@@ -50,9 +57,20 @@ def assert_is_of(record: Record | None, grads: list[Tensor]) -> None:
     assert record.mean_norm == pytest.approx(float(norms.mean()), rel=1e-9)
     if record.dot_squares is not None:
         assert record.dot_squares == pytest.approx(float((whole @ whole.sum(0)).square().sum()), rel=1e-9)
+    if record.evidence_sums is not None:
+        means, variances = [g.mean(0) for g in grads], [g.var(0) for g in grads]
+        alive = [(m != 0) | (v != 0) for m, v in zip(means, variances, strict=True)]
+        ratios = [
+            float((m[a].square() / v[a]).sum()) for m, v, a in zip(means, variances, alive, strict=True)
+        ]
+        assert record.evidence_sums == pytest.approx(ratios, rel=1e-9)
+        assert record.evidence_elements == [int(a.sum()) for a in alive]
+    if record.cosines is not None:
+        angles = F.cosine_similarity(whole[:, None], whole[None], dim=2)
+        assert torch.tensor(record.cosines).sub(angles).abs().max() < 0.501e-4, "four digits are logged"
 
 
-@pytest.mark.parametrize("preset", ["economy", "standard"])
+@pytest.mark.parametrize("preset", ["economy", "standard", "full"])
 @pytest.mark.parametrize("way", ["mean", "sum", "scaled", "micro-batches", "losses", "losses summed"])
 def test_a_record_is_that_of_materialised_gradients(preset: str, way: str) -> None:
     model, (x, y) = network(), batch(9)
@@ -72,6 +90,8 @@ def test_a_record_is_that_of_materialised_gradients(preset: str, way: str) -> No
             (scale * F.cross_entropy(model(x), y, reduction=reduction)).backward()
     assert_is_of(step.record, one_by_one(model, x, y))
     assert (step.record.dot_squares is None) == (preset == "economy")
+    for part in (step.record.evidence_sums, step.record.cosines):
+        assert (part is None) == (preset != "full")
 
 
 def train(model: nn.Module, monitor: GradientMonitor | None, by_losses: bool) -> list[Tensor]:
@@ -180,6 +200,83 @@ def test_logarithmic_cadences_are_dense_at_the_start() -> None:
     assert [k for k in range(30) if monitor.measures(k)] == [k for k in measured if k < 30]
 
 
+def test_each_statistic_has_its_cadence_and_norms_come_with_all() -> None:
+    model, (x, y) = network(), batch(4)
+    monitor = GradientMonitor(
+        model, preset="full", every={"norms": 6, "evidence": 4, "gram": lambda k: k == 3}, groups={"all": "*"}
+    )
+    found = {}
+    for k in range(13):
+        step = monitor.backward(F.cross_entropy(model(x), y, reduction="none"), k)
+        assert step.measured == (step.record is not None) == monitor.measures(k)
+        if step.record:
+            assert_is_of(step.record, one_by_one(model, x, y))
+            there = {
+                "tests": step.record.dot_squares,
+                "evidence": step.record.evidence_sums,
+                "gram": step.record.cosines,
+            }
+            found[k] = {name for name, part in there.items() if part is not None}
+    # Tests come every 20 steps, as they are not named.
+    assert found == {
+        0: {"tests", "evidence"},
+        3: {"gram"},
+        4: {"evidence"},
+        6: set(),
+        8: {"evidence"},
+        12: {"evidence"},
+    }
+    assert int(monitor.noise.batches()) == int(monitor.groups.batches()) == 6
+
+
+def test_evidence_of_a_record_is_that_of_the_function_and_the_gram_is_of_the_first_samples() -> None:
+    model, (x, y) = network(), batch(40)
+    step = GradientMonitor(model, preset="full").backward(
+        F.cross_entropy(model(x), y, reduction="none"), 0, ids=range(100, 140)
+    )
+    grads = one_by_one(model, x, y)
+    names = [name for name, _ in model.named_parameters()]
+    expected = stopping_evidence(
+        40,
+        dict(zip(names, [g.mean(0) for g in grads], strict=True)),
+        dict(zip(names, [g.var(0) for g in grads], strict=True)),
+    )
+    record = step.record
+    assert record and record.evidence_sums and record.evidence_elements and record.cosines
+    found = 1 - 40 * math.fsum(record.evidence_sums) / sum(record.evidence_elements)  # type: ignore[arg-type]
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert len(record.cosines) == 32 and record.ids == list(range(100, 132))
+
+
+def test_groups_are_sums_over_their_parameters_and_may_overlap() -> None:
+    model, noise = network(), NoiseScale((3,))
+    groups = {"weights": "*.weight", "heads": ["3.*", "5.*"], "last": "5.bias"}
+    monitor = GradientMonitor(model, every=1, groups=groups)
+    for k in range(5):
+        x, y = batch(7)
+        with monitor.step(k):
+            F.cross_entropy(model(x), y).backward()
+        grads = one_by_one(model, x, y)
+        of_groups = [torch.cat([grads[i] for i in members], 1) for members in ((0, 2, 4), (2, 3, 4, 5), (5,))]
+        squares = torch.stack([g.square().sum() for g in of_groups])
+        noise.update(7, squares, torch.stack([g.sum(0).square().sum() for g in of_groups]))
+    assert monitor.group_names == ["weights", "heads", "last"]
+    torch.testing.assert_close(monitor.groups.variance(), noise.variance(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(monitor.groups.value(), noise.value(), rtol=1e-9, atol=0)
+    again = GradientMonitor(model, groups=groups)
+    again.load_state_dict(monitor.state_dict())
+    torch.testing.assert_close(again.groups.value(), noise.value(), rtol=1e-9, atol=0)
+    with pytest.raises(UsageError, match=r"of groups \['weights', 'heads', 'last'\]; this monitor has \[\]"):
+        GradientMonitor(model).load_state_dict(monitor.state_dict())
+
+
+def test_a_tied_parameter_is_in_the_groups_of_all_its_names() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    monitor = GradientMonitor(model, groups={"second": "1.*"})
+    assert monitor._run.groups == {"second": ["0.weight", "1.bias"]}
+
+
 def live_tensors() -> int:
     gc.collect()
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
@@ -203,13 +300,19 @@ def test_many_steps_leave_no_tensors_behind() -> None:
 
 
 def test_what_cannot_be_monitored_is_refused_before_training() -> None:
-    with pytest.raises(UsageError, match="preset is 'cheap'; there are 'economy', 'standard'"):
+    with pytest.raises(UsageError, match="preset is 'cheap'; there are 'economy', 'standard', 'full'"):
         GradientMonitor(network(), preset="cheap")  # type: ignore[arg-type]
     for every in (0, 2.5):
         with pytest.raises(UsageError, match="every is"):
             GradientMonitor(network(), every=every)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="every is 0 for 'norms'"):
+        GradientMonitor(network(), every={"norms": 0})
+    with pytest.raises(UsageError, match="every names 'gram'; the preset measures 'norms', 'tests'"):
+        GradientMonitor(network(), every={"gram": 5})
     with pytest.raises(UsageError, match="matches none of"):
         GradientMonitor(network(), parameters="head.*")
+    with pytest.raises(UsageError, match=r"groups: 'head\.\*' of group 'heads' matches none of 0\.weight"):
+        GradientMonitor(network(), groups={"heads": "head.*"})
     with pytest.raises(CoupledSamples):
         GradientMonitor(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
     with pytest.raises(UsageError, match="per_decade is 0"):

@@ -104,6 +104,25 @@ def test_the_page_has_a_row_for_each_test_that_the_log_has_numbers_for(tmp_path:
     )
 
 
+def test_the_page_has_rows_for_parameters_and_groups_whose_noise_is_that_of_their_sums(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.jsonl"
+    log = JsonLines(path)
+    weights = [name for name in NAMES if name.endswith("weight")]
+    log.start(Run(NAMES, "standard", {"weights": weights}))
+    entries, noise = records(range(30)), NoiseScale()
+    for entry in entries:
+        log.write(entry)
+    log.close()
+    for entry in entries[-20:]:
+        noise.update(32, *(torch.tensor(sum(p[:2])) for p in (entry.sum_of_squares, entry.square_of_sum)))  # type: ignore[arg-type]
+    text = words(write_report(path, tmp_path / "report.html").read_text())
+    assert re.search(rf"Groups at the end .* weights 5 [\d.]+ {float(noise.value()):.3g} ", text)
+    assert re.search(r"Parameters at the end .* head&lt;b&gt;.bias 1 ", text)
+    assert "Groups at the end" not in words(page(tmp_path / "..", records(range(30))))
+
+
 def test_the_page_needs_nothing_but_itself_and_escapes_what_it_shows(tmp_path: Path) -> None:
     text = page(tmp_path, records(range(40)))
     assert not re.search(r'(?:src|href)="(?!data:)', text)
