@@ -20,6 +20,10 @@ from gradbatch.analysis.batch_size import (
     orthogonality_test as orthogonality_test,
 )
 from gradbatch.analysis.cadence import logarithmic as logarithmic
+from gradbatch.analysis.callbacks import (
+    lightning_callback as lightning_callback,
+    transformers_callback as transformers_callback,
+)
 from gradbatch.analysis.elementwise import (
     FisherDiagonal as FisherDiagonal,
     stopping_evidence as stopping_evidence,

@@ -34,12 +34,15 @@ class MonitoredStep:
         step: its number.
         measured: whether the cadence has come to it.
         loss: set it to the batch's mean loss to have it in the log.
+        loss_scale, ids: as given to :meth:`GradientMonitor.step`; set them where they are known in the block only.
         record: what was measured, behind the ``with`` block; ``None`` where nothing was.
     """
 
     step: int
     measured: bool
     loss: float | Tensor | None = None
+    loss_scale: float = 1.0
+    ids: Tensor | Sequence[int] | None = None
     record: Record | None = None
 
 
@@ -164,7 +167,7 @@ class GradientMonitor:
                 parameter was frozen or unfrozen since the monitor was made.
         """
         due = self._due(step)
-        monitored = MonitoredStep(step, bool(due))
+        monitored = MonitoredStep(step, bool(due), loss_scale=loss_scale, ids=ids)
         if not due:
             yield monitored
             return
@@ -172,7 +175,7 @@ class GradientMonitor:
             self._model, *quantities(due), loss_reduction=loss_reduction, **self._options
         ) as results:
             yield monitored
-        self._take(monitored, due, results, loss_scale, ids)
+        self._take(monitored, due, results)
 
     def backward(
         self,
@@ -196,13 +199,13 @@ class GradientMonitor:
             GradBatchError: as :func:`gradbatch.backward`, and as :meth:`step`.
         """
         due = self._due(step)
-        monitored = MonitoredStep(step, bool(due))
+        monitored = MonitoredStep(step, bool(due), loss_scale=loss_scale, ids=ids)
         if not due:
             (losses.sum() if reduction == "sum" else losses.sum() / max(len(losses), 1)).backward()
             return monitored
         results = backward(self._model, losses, *quantities(due), reduction=reduction, **self._options)
         monitored.loss = losses.detach().double().mean() / loss_scale
-        self._take(monitored, due, results, loss_scale, ids)
+        self._take(monitored, due, results)
         return monitored
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,23 +248,18 @@ class GradientMonitor:
     def _due(self, step: int) -> list[str]:
         return [name for name, cadence in self._cadences.items() if comes_to(cadence, step)]
 
-    def _take(
-        self,
-        step: MonitoredStep,
-        due: Sequence[str],
-        results: Results,
-        scale: float,
-        ids: Tensor | Sequence[int] | None,
-    ) -> None:
-        if not scale > 0:
-            raise UsageError(f"loss_scale is {scale!r}; it is what the loss was multiplied with, above 0")
+    def _take(self, step: MonitoredStep, due: Sequence[str], results: Results) -> None:
+        if not step.loss_scale > 0:
+            raise UsageError(
+                f"loss_scale is {step.loss_scale!r}; it is what the loss was multiplied with, above 0"
+            )
         changed = set(results[BatchL2Grad]) ^ set(self._run.parameters)
         if changed:
             raise UsageError(
                 f"{min(changed)} was frozen or unfrozen after the monitor was made: make a new one, with its own log"
             )
         loss = step.loss.item() if isinstance(step.loss, Tensor) else step.loss
-        record = step.record = record_of(results, due, step.step, loss, scale, ids)
+        record = step.record = record_of(results, due, step.step, loss, step.loss_scale, step.ids)
         squares, squares_of_sum = numbers(record.sum_of_squares), numbers(record.square_of_sum)
         self.noise.update(record.samples, squares.sum(), squares_of_sum.sum())
         for noise, parts in ((self.layers, self._layers), (self.groups, self._groups)):
