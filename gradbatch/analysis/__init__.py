@@ -55,3 +55,4 @@ from gradbatch.analysis.quantities import (
     SumL2Grad as SumL2Grad,
 )
 from gradbatch.analysis.report import write_report as write_report
+from gradbatch.analysis.tensorboard import TensorBoard as TensorBoard

@@ -247,9 +247,8 @@ def read_log(*paths: str | os.PathLike[str]) -> Log:
 
 def total(parts: Sequence[float | None]) -> float | None:
     """Sum over parameters; ``None`` where one is not finite."""
-    return (
-        None if any(part is None for part in parts) else math.fsum(part for part in parts if part is not None)
-    )
+    finite = [part for part in parts if part is not None and math.isfinite(part)]
+    return math.fsum(finite) if len(finite) == len(parts) else None
 
 
 def _entries(path: Path) -> list[Run | Record | None]:

@@ -34,6 +34,17 @@ def whole_noise(records: Sequence[Record]) -> NoiseScale:
     return noise
 
 
+def evidence(record: Record) -> float | None:
+    """Evidence that what is left of the gradient is noise, see :func:`~gradbatch.analysis.stopping_evidence`.
+
+    Returns: ``None`` where it was not measured, or is not defined.
+    """
+    if record.evidence_sums is None or record.evidence_elements is None:
+        return None
+    ratios, elements = total(record.evidence_sums), sum(record.evidence_elements)
+    return None if ratios is None or not elements else 1 - record.samples * ratios / elements
+
+
 def windows(log: Log) -> list[list[Record]]:
     """The records in order, cut into stretches that are long enough to average over."""
     records = [record for record in log.records if record.samples > 1]
