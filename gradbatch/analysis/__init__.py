@@ -48,6 +48,7 @@ from gradbatch.analysis.noise import (
     total_variance as total_variance,
 )
 from gradbatch.analysis.norms import norm_quantiles as norm_quantiles, quantile_interval as quantile_interval
+from gradbatch.analysis.projection import RandomProjection as RandomProjection
 from gradbatch.analysis.quantities import (
     BatchDotSum as BatchDotSum,
     EvidenceParts as EvidenceParts,
@@ -55,4 +56,5 @@ from gradbatch.analysis.quantities import (
     SumL2Grad as SumL2Grad,
 )
 from gradbatch.analysis.report import write_report as write_report
+from gradbatch.analysis.store import FeatureStore as FeatureStore
 from gradbatch.analysis.tensorboard import TensorBoard as TensorBoard
