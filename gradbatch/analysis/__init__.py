@@ -47,7 +47,11 @@ from gradbatch.analysis.noise import (
     squared_gradient as squared_gradient,
     total_variance as total_variance,
 )
-from gradbatch.analysis.norms import norm_quantiles as norm_quantiles, quantile_interval as quantile_interval
+from gradbatch.analysis.norms import (
+    norm_histogram as norm_histogram,
+    norm_quantiles as norm_quantiles,
+    quantile_interval as quantile_interval,
+)
 from gradbatch.analysis.projection import RandomProjection as RandomProjection
 from gradbatch.analysis.quantities import (
     BatchDotSum as BatchDotSum,

@@ -48,6 +48,7 @@ class Record:
         sum_of_squares: of the norms, for each parameter.
         square_of_sum: squared norm of the summed gradients, for each parameter.
         dot_squares: sum over samples of the squared dot product with the batch's sum.
+        histogram: of the norms, see :func:`~gradbatch.analysis.norm_histogram`.
         hardest: id and norm of the samples with the largest gradients, largest first.
         evidence_sums, evidence_elements: for each parameter, the sum of squared mean gradients over variances, and over
             how many elements: what :func:`~gradbatch.analysis.stopping_evidence` is made of.
@@ -66,6 +67,7 @@ class Record:
     square_of_sum: list[float | None]
     dot_squares: float | None = None
     hardest: list[tuple[int, float | None]] | None = None
+    histogram: tuple[int, list[int]] | None = None
     evidence_sums: list[float | None] | None = None
     evidence_elements: list[int] | None = None
     cosines: list[list[float | None]] | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradbatch.analysis.agreement import cosines
 from gradbatch.analysis.log import Record
-from gradbatch.analysis.norms import norm_quantiles
+from gradbatch.analysis.norms import norm_histogram, norm_quantiles
 from gradbatch.analysis.quantities import BatchDotSum, EvidenceParts, FirstGram, SumL2Grad
 from gradbatch.errors import UsageError
 from gradbatch.quantities import BatchL2Grad, Quantity
@@ -75,6 +75,7 @@ def record_of(
         loss=loss,
         mean_norm=float(finite.mean()),
         quantiles=norm_quantiles(norms).tolist(),
+        histogram=norm_histogram(norms),
         sum_of_squares=squares.sum(1).tolist(),
         square_of_sum=squares_of_sum.tolist(),
         dot_squares=dots,

@@ -6,13 +6,17 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradbatch.analysis import page, plots
 from gradbatch.analysis.log import Log, read_log
 from gradbatch.analysis.noise import NoiseScale
 from gradbatch.analysis.parts import By, parts_of
-from gradbatch.analysis.summary import recent, sizes_by_test, warnings, whole_noise
+from gradbatch.analysis.summary import evidence, recent, sizes_by_test, warnings, whole_noise
 from gradbatch.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLUMNS = (
     "parameters",
@@ -76,24 +80,7 @@ def render(log: Log, source: str) -> str:
     Raises:
         UsageError: the log has less, or matplotlib is not installed.
     """
-    records = log.records
-    figures = [
-        (
-            "Noise scale, with its 95% interval. Triangles: the estimate is infinite, above this.",
-            plots.noise_scale(log),
-        ),
-        (
-            "Norms of the samples' gradients: how far the largest are from the rest.",
-            plots.gradient_norms(log),
-        ),
-        (
-            "Signal to noise ratio of a batch's mean gradient: red is noise, blue is signal.",
-            plots.layer_signal(log),
-        ),
-    ]
-    if any(record.hardest for record in records):
-        caption = "Samples that were most often among the largest of their batch (how often), by id."
-        figures.append((caption, plots.hardest_samples(log)))
+    figures, records = _pictures(log), log.records
     steps = f"steps {records[0].step} to {records[-1].step}"
     about = (
         f"{source}: {_count(len(records), 'measured step')}, {steps}, "
@@ -116,6 +103,42 @@ def render(log: Log, source: str) -> str:
             page.words("How to read this", READING),
         ],
     )
+
+
+def _pictures(log: Log) -> list[tuple[str, Figure]]:
+    """Captions and figures of all that the log has the data for."""
+    records = log.records
+    figures = [
+        (
+            "Noise scale, with its 95% interval. Triangles: the estimate is infinite, above this.",
+            plots.noise_scale(log),
+        ),
+        (
+            "Norms of the samples' gradients: how far the largest are from the rest.",
+            plots.gradient_norms(log),
+        ),
+        (
+            "Signal to noise ratio of a batch's mean gradient: red is noise, blue is signal.",
+            plots.layer_signal(log),
+        ),
+    ]
+    if any(record.histogram and record.histogram[1] for record in records):
+        caption = "Histogram of the norms over time: the share of the samples with each norm."
+        figures.append((caption, plots.norm_histogram(log)))
+    if any(record.hardest for record in records):
+        caption = "Samples that were most often among the largest of their batch (how often), by id."
+        figures.append((caption, plots.hardest_samples(log)))
+    if any(evidence(record) is not None for record in records):
+        caption = "Evidence that what is left of the gradient is noise: above 0, training may stop."
+        figures.append((caption, plots.evidence(log)))
+    with_cosines = [record for record in records if record.cosines]
+    if with_cosines:
+        caption = (
+            f"Angles between the gradients of the first samples of a batch, in step {with_cosines[-1].step}: blue "
+            "samples pull in one direction, red ones against each other."
+        )
+        figures.append((caption, plots.agreement(log)))
+    return figures
 
 
 def summary(log: Log) -> list[str]:
