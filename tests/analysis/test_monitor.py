@@ -94,6 +94,38 @@ def test_a_record_is_that_of_materialised_gradients(preset: str, way: str) -> No
         assert (part is None) == (preset != "full")
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_in_mixed_precision_a_record_is_that_of_the_gradients_without_the_scaler(kind: torch.dtype) -> None:
+    model, (x, y) = network().float(), batch(9)
+    # Smaller than what float16 holds: without the scaler, the gradients would be zero or a few steps above it.
+    truth = [1e-5 * grad.double() for grad in one_by_one(model, x.float(), y)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model).step(0, loss_scale=scaler.get_scale()) as step:
+        with torch.autocast("cpu", kind):
+            loss = 1e-5 * F.cross_entropy(model(x.float()).float(), y)
+        scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert step.record and step.record.non_finite == 0
+    norms = torch.cat(truth, 1).norm(dim=1)
+    assert step.record.quantiles == pytest.approx(norm_quantiles(norms).tolist(), rel=0.03)
+
+
+def test_a_step_that_the_scaler_skips_is_logged_and_left_out_of_the_noise() -> None:
+    model, (x, y) = network().float(), batch(9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, monitor = [p.detach().clone() for p in model.parameters()], GradientMonitor(model)
+    with monitor.step(0, loss_scale=scaler.get_scale()) as step:
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(model(x.float()).float(), y)
+        scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert step.record and step.record.non_finite == 9 and int(monitor.noise.batches()) == 0
+
+
 def train(model: nn.Module, monitor: GradientMonitor | None, by_losses: bool) -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
