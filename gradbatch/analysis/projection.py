@@ -32,7 +32,8 @@ class RandomProjection(Quantity):
 
     Embeddings, and linear and recurrent layers with few positions, are projected factor by factor. Of everything else,
     convolutions among them, some samples' gradients at a time are materialised, as many as the planner's budget holds.
-    The signs are drawn anew for every batch: ``K`` times height plus width of each parameter.
+    The signs are drawn anew for every batch, ``K`` times height plus width of each parameter, which is most of the time
+    that a large table of embeddings takes.
 
     Args:
         features: ``K``.
@@ -80,7 +81,7 @@ class RandomProjection(Quantity):
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[N, K]``."""
-        rows, columns = (sign.to(grad.device, grad.dtype) for sign in self.signs(grad.shape))
+        rows, columns = (sign.to(grad.device) for sign in self.signs(grad.shape))
         with full_precision(grad.device):
             features: Tensor = _project(grad, rows, columns) / self.features**0.5
         return features
@@ -94,10 +95,17 @@ class RandomProjection(Quantity):
         generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:7], "big"))
         rows = shape[0] if shape else 1
         columns = shape[1:].numel()
-        a = 2 * torch.randint(2, (self.features, rows), generator=generator, dtype=torch.int8) - 1
+        a = _random_signs(rows, self.features, generator).mT
         if len(shape) < 2:
             return a, torch.ones(self.features, columns, dtype=torch.int8)
-        return a, 2 * torch.randint(2, (self.features, columns), generator=generator, dtype=torch.int8) - 1
+        return a, _random_signs(columns, self.features, generator).mT
+
+
+def _random_signs(size: int, features: int, generator: torch.Generator) -> Tensor:
+    """``[size, K]``, eight from each number that is drawn."""
+    count = size * features
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-count // 8),), generator=generator)
+    return ((words.view(torch.int8)[:count] & 1) * 2 - 1).view(size, features)
 
 
 def _project(grad: PerSampleGrad, a: Tensor, b: Tensor) -> Tensor:
@@ -105,13 +113,13 @@ def _project(grad: PerSampleGrad, a: Tensor, b: Tensor) -> Tensor:
 
     Args:
         grad: of a parameter with ``rows × columns`` elements.
-        a: ``[K, rows]``.
-        b: ``[K, columns]``.
+        a: ``[K, rows]``, int8.
+        b: ``[K, columns]``, int8.
     """
     if isinstance(grad, Sum):
-        return torch.stack([_project(term, a, b).to(a.dtype) for term in grad.terms]).sum(0)
+        return torch.stack([_project(term, a, b).to(grad.dtype) for term in grad.terms]).sum(0)
     if isinstance(grad, Concat):
-        return torch.cat([_project(part, a, b).to(a.dtype) for part in grad.parts])
+        return torch.cat([_project(part, a, b).to(grad.dtype) for part in grad.parts])
     if isinstance(grad, RowScatter):
         return _of_rows(grad, a, b)
     if isinstance(grad, OuterProduct) and _pays(grad, a, b):
@@ -132,10 +140,10 @@ def _pays(grad: OuterProduct, a: Tensor, b: Tensor) -> bool:
 def _of_factors(grad: OuterProduct, a: Tensor, b: Tensor) -> Tensor:
     groups, outputs, _ = grad.factor_sizes
     positions, features = grad.left.shape[3], len(a)
-    a = a.view(features, groups, outputs)
-    out = a.new_empty(grad.num_samples, features)
+    a, b = a.to(grad.dtype).view(features, groups, outputs), b.to(grad.dtype)
+    out = b.new_empty(grad.num_samples, features)
     for part in _chunks(grad, 2 * features * groups * positions):
-        left, right = (factor[part].to(a.dtype) for factor in (grad.left, _tensor(grad.right)))
+        left, right = (factor[part].to(b.dtype) for factor in (grad.left, _tensor(grad.right)))
         lefts = torch.einsum("kgp,ngpt->nkgt", a, left)
         rights = torch.einsum("kd,ngdt->nkgt", b, right)
         out[part] = (lefts * rights).sum((2, 3))
@@ -143,21 +151,27 @@ def _of_factors(grad: OuterProduct, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _of_rows(grad: RowScatter, a: Tensor, b: Tensor) -> Tensor:
-    out = a.new_zeros(grad.num_samples, len(a))
+    b = b.to(grad.dtype)
+    out = b.new_zeros(grad.num_samples, len(a))
     for part in _chunks(grad, 2 * len(a) * max(1, grad.ids.shape[1])):
         ids, there = grad.ids[part], (grad.ids[part] >= 0)[..., None]
-        values = torch.where(there, grad.values[part].to(a.dtype), 0) @ b.mT
-        out[part] = (values * a.mT[ids.clamp_min(0)]).sum(1)
+        values = torch.where(there, grad.values[part].to(b.dtype), 0) @ b.mT
+        out[part] = (values * a.mT[ids.clamp_min(0)].to(b.dtype)).sum(1)
     return out
 
 
 def _of_elements(grad: PerSampleGrad, a: Tensor, b: Tensor) -> Tensor:
     rows, columns = a.shape[1], b.shape[1]
+    a, b = a.to(grad.dtype), b.to(grad.dtype)
     out = a.new_empty(grad.num_samples, len(a))
-    for part in _chunks(grad, rows * (columns + len(a))):
+    for part in _chunks(grad, rows * columns + min(rows, columns) * len(a)):
         samples = torch.arange(part.start, part.stop, device=grad.device)
         elements = grad.select(samples).dense().to(a.dtype).reshape(len(samples), rows, columns)
-        out[part] = ((elements @ b.mT) * a.mT).sum(1)
+        # The longer side first: what is left is smaller.
+        if rows > columns:
+            out[part] = ((elements.mT @ a.mT) * b.mT).sum(1)
+        else:
+            out[part] = ((elements @ b.mT) * a.mT).sum(1)
     return out
 
 
