@@ -32,7 +32,7 @@ class FeatureStore:
         projection: that makes them.
 
     Raises:
-        UsageError: there is no store, or one of another size or projection.
+        UsageError: there is no store, or one of another size or projection, or its file was cut off.
 
     Edge cases: one file takes one writer at a time.
 
@@ -74,9 +74,15 @@ class FeatureStore:
                 f"there is no store at {path}; a new one takes the data set's size and a projection"
             )
         self.projection: RandomProjection = projection
+        expected = size * projection.features * torch.float32.itemsize
         if not is_there:
             with self.path.open("wb") as file:
-                file.truncate(size * projection.features * torch.float32.itemsize)
+                file.truncate(expected)
+        elif self.path.stat().st_size != expected:
+            # Mapped nevertheless, it would be filled up with zeros, which look like features.
+            raise UsageError(
+                f"{path} has {self.path.stat().st_size} bytes, not {expected}: it was cut off, or is another file"
+            )
         self.features: Tensor = torch.from_file(
             str(self.path), shared=True, size=size * projection.features, dtype=torch.float32
         ).view(size, projection.features)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,19 +107,26 @@ def summed(outputs: dict[str, Tensor], labels: Tensor, num_items_in_batch: Tenso
 
 
 def train(
-    directory: Path, monitor: GradientMonitor, model: nn.Module, loss: Any, callback: Any, parts: int
+    directory: Path,
+    model: nn.Module,
+    loss: Any,
+    callback: Any,
+    parts: int,
+    data: Dataset[dict[str, Tensor]] | None = None,
+    steps: int = 7,
 ) -> None:
+    data = data or Samples()
     transformers = imported("transformers")
 
     class InOrder(transformers.Trainer):  # type: ignore[name-defined,misc]
         def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(Samples())
+            return torch.utils.data.SequentialSampler(data)
 
     arguments = transformers.TrainingArguments(
         output_dir=str(directory / "out"),
         per_device_train_batch_size=4 // parts,
         gradient_accumulation_steps=parts,
-        max_steps=7,
+        max_steps=steps,
         learning_rate=0.1,
         lr_scheduler_type="constant",
         max_grad_norm=1e9,
@@ -129,7 +136,7 @@ def train(
         use_cpu=True,
         disable_tqdm=True,
     )
-    InOrder(model, arguments, train_dataset=Samples(), callbacks=[callback], compute_loss_func=loss).train()
+    InOrder(model, arguments, train_dataset=data, callbacks=[callback], compute_loss_func=loss).train()
 
 
 @pytest.mark.parametrize(("parts", "loss"), [(1, averaged), (1, summed), (2, averaged), (2, summed)])
@@ -140,11 +147,50 @@ def test_the_trainer_of_transformers_logs_what_plain_training_has(
     model = Network()
     monitor = GradientMonitor(model, tmp_path / "run.jsonl", every=2)
     callback = transformers_callback(monitor, micro_batches=None if parts == 1 else loss.__name__)
-    train(tmp_path, monitor, model, loss, callback, parts)
+    train(tmp_path, model, loss, callback, parts)
     monitor.close()
     rate = 0.1 * (parts if loss is summed else 1)
     assert_are(read_log(tmp_path / "run.jsonl").records, expected(4, 2, 7, rate), losses=False)
     assert int(monitor.noise.batches()) == 4
+
+
+class Sentences(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(50, (7,), generator=torch.Generator().manual_seed(index))
+        mask = (torch.arange(7) < 4 + index % 3).long()
+        return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor(index % 3)}
+
+
+def test_a_bert_in_the_trainer_of_transformers_has_the_gradients_of_each_sentence_alone(
+    tmp_path: Path,
+) -> None:
+    transformers = imported("transformers")
+    imported("accelerate")
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(
+        **sizes,
+        num_attention_heads=2,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = transformers.BertForSequenceClassification(config)
+    alone = []
+    for sentence in map(Sentences().__getitem__, range(4)):
+        labels = sentence.pop("labels")[None]
+        logits = model(**{name: tensor[None] for name, tensor in sentence.items()}).logits
+        grads = torch.autograd.grad(F.cross_entropy(logits, labels), list(model.parameters()))
+        alone.append(torch.cat([grad.flatten() for grad in grads]))
+    with GradientMonitor(model, tmp_path / "run.jsonl", every=1) as monitor:
+        callback = transformers_callback(monitor, micro_batches="averaged")
+        train(tmp_path, model, averaged, callback, parts=2, data=Sentences(), steps=1)
+    (record,) = read_log(tmp_path / "run.jsonl").records
+    rows = torch.stack(alone)
+    assert sum(record.sum_of_squares) == pytest.approx(float(rows.square().sum()), rel=1e-5)  # type: ignore[arg-type]
+    assert sum(record.square_of_sum) == pytest.approx(float(rows.sum(0).square().sum()), rel=1e-5)  # type: ignore[arg-type]
 
 
 def test_a_loss_that_the_model_computes_itself_is_refused(tmp_path: Path) -> None:
@@ -152,7 +198,7 @@ def test_a_loss_that_the_model_computes_itself_is_refused(tmp_path: Path) -> Non
     model = Network()
     monitor = GradientMonitor(model)
     with pytest.raises(UnsupportedLayer, match="Compute the loss outside of the model"):
-        train(tmp_path, monitor, model, None, transformers_callback(monitor), 1)
+        train(tmp_path, model, None, transformers_callback(monitor), 1)
 
 
 def test_the_factor_of_a_scaler_is_taken_out(tmp_path: Path) -> None:
@@ -243,6 +289,24 @@ def test_the_trainer_of_lightning_logs_what_plain_training_has(
     again = lightning_callback(GradientMonitor(Network() if not whole else lightning_module(lightning, True)))
     again.load_state_dict(state)
     torch.testing.assert_close(again._open.monitor.noise.value(), monitor.noise.value())
+
+
+def test_the_factor_of_lightning_s_scaler_is_taken_out_of_gradients_and_loss(tmp_path: Path) -> None:
+    imported("pytorch_lightning")
+    model, data = Network(), Samples()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    trainer = SimpleNamespace(
+        global_step=0, accumulate_grad_batches=2, precision_plugin=SimpleNamespace(scaler=scaler)
+    )
+    with GradientMonitor(model, tmp_path / "run.jsonl") as monitor:
+        callback = lightning_callback(monitor)
+        for part in (slice(0, 2), slice(2, 4)):
+            callback.on_train_batch_start(trainer, None, None, 0)
+            loss = scaler.scale(loss_of(model, data.x[part], data.y[part]) / 2)
+            callback.on_before_backward(trainer, None, loss)
+            loss.backward()
+        callback.on_before_optimizer_step(trainer, None, None)
+    assert_are(read_log(tmp_path / "run.jsonl").records, expected(4, 1, 1), losses=True)
 
 
 def test_a_step_that_fails_is_let_go_of_and_manual_optimization_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -211,6 +212,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         store.influence(double(3, 5))
     with pytest.raises(UsageError, match="damping is 0"):
         store.influence(double(3, 16), damping=0)
+    os.truncate(filled(tmp_path / "cut")[0].path, 100)
+    with pytest.raises(UsageError, match="has 100 bytes, not 704"):
+        FeatureStore(tmp_path / "cut")
     store.write([3], torch.full((1, 16), math.inf))
     with pytest.raises(UsageError, match="samples without finite features: 1, the first is 3"):
         store.influence(double(3, 16), damping=1)
