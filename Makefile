@@ -37,7 +37,7 @@ $(VENV)/.package: $(VENV)/.pip pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[cli,analysis,demo]'
 	@touch $@
 
-$(VENV)/.test $(VENV)/.lint $(VENV)/.docs $(VENV)/.zoo $(VENV)/.bench: $(VENV)/.%: $(VENV)/.package
+$(VENV)/.test $(VENV)/.loops $(VENV)/.lint $(VENV)/.docs $(VENV)/.zoo $(VENV)/.bench: $(VENV)/.%: $(VENV)/.package
 	$(INSTALL) --group $*
 	@touch $@
 
@@ -45,7 +45,7 @@ demo: $(VENV)/.package
 	$(BIN)/python examples/digits.py $(ARGS)
 
 # One thread a worker: the workers share the cores, and tensors in tests are small.
-test: $(VENV)/.test
+test: $(VENV)/.test $(VENV)/.loops
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --device $(DEVICE) $(ARGS)
 
 lint: $(VENV)/.lint

@@ -1,6 +1,6 @@
 """What a measured step of ``GradientMonitor`` costs, and what that is at the monitor's usual cadence.
 
-``python -m benchmarks.monitor --models cnn mlp``. Times of a plain step with both presets, in a ``with`` block around
+``python -m benchmarks.monitor --models cnn mlp``. Times of a plain step with each preset, in a ``with`` block around
 the user's backward and with ``monitor.backward``; log included. Contestants run in a new order each round; medians.
 """
 
@@ -25,7 +25,7 @@ USUAL = inspect.signature(GradientMonitor).parameters["every"].default
 def contestants(plain: nn.Module, batch: Batch, directory: Path) -> dict[str, Callable[[], object]]:
     """A plain step, and measured ones that are warm."""
     steps: dict[str, Callable[[], object]] = {"plain": lambda: batch.losses(plain).mean().backward()}
-    for preset in ("economy", "standard"):
+    for preset in ("economy", "standard", "full"):
         model = copy.deepcopy(plain)
         monitor = GradientMonitor(model, directory / f"{preset}.jsonl", every=1, preset=preset)
 

@@ -83,7 +83,8 @@ def train(images: Tensor, labels: Tensor, steps: int, path: Path) -> None:
     """A training loop with a monitor in it."""
     model = network(64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with GradientMonitor(model, path, every=4) as monitor:
+    every = {"norms": 4, "tests": 4, "evidence": 20, "gram": 100}
+    with GradientMonitor(model, path, every=every, preset="full") as monitor:
         for k in range(steps):
             batch = torch.randint(len(images), (BATCH,))
             optimizer.zero_grad()

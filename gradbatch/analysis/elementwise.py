@@ -100,13 +100,20 @@ class FisherDiagonal:
             UsageError: other parameters than before.
         """
         if self._sums and set(sums) != set(self._sums):
-            raise UsageError(
-                f"a batch of other parameters than before: {sorted(set(sums) ^ set(self._sums))}"
-            )
+            raise UsageError(f"of other parameters than before: {sorted(set(sums) ^ set(self._sums))}")
         self._sums = {
             name: self._sums[name] + sums[name] if self._sums else sums[name].clone() for name in sums
         }
         self._count += count
+
+    def merge(self, other: FisherDiagonal) -> None:
+        """Add the batches of another one, such as another rank's.
+
+        Raises:
+            UsageError: of other parameters.
+        """
+        if other._count:
+            self.update(other._sums, other._count)
 
     def value(self) -> dict[str, Tensor]:
         """``[*shape]`` by parameter name."""

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,10 +22,12 @@ class Run:
     Args:
         parameters: number of elements of each parameter by name, in the order of the records' lists.
         preset: of the monitor.
+        groups: names of the parameters in each group that was asked for.
     """
 
     parameters: dict[str, int]
     preset: str
+    groups: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,12 @@ class Record:
         sum_of_squares: of the norms, for each parameter.
         square_of_sum: squared norm of the summed gradients, for each parameter.
         dot_squares: sum over samples of the squared dot product with the batch's sum.
+        histogram: of the norms, see :func:`~gradbatch.analysis.norm_histogram`.
         hardest: id and norm of the samples with the largest gradients, largest first.
+        evidence_sums, evidence_elements: for each parameter, the sum of squared mean gradients over variances, and over
+            how many elements: what :func:`~gradbatch.analysis.stopping_evidence` is made of.
+        cosines: between the gradients of the batch's first samples, ``[M, M]``, to four digits.
+        ids: of these samples, where the monitor was told.
     """
 
     step: int
@@ -60,6 +67,11 @@ class Record:
     square_of_sum: list[float | None]
     dot_squares: float | None = None
     hardest: list[tuple[int, float | None]] | None = None
+    histogram: tuple[int, list[int]] | None = None
+    evidence_sums: list[float | None] | None = None
+    evidence_elements: list[int] | None = None
+    cosines: list[list[float | None]] | None = None
+    ids: list[int] | None = None
 
 
 @runtime_checkable
@@ -224,18 +236,21 @@ def read_log(*paths: str | os.PathLike[str]) -> Log:
             raise UsageError(f"{', '.join(map(str, paths))}: logs of different models, or parts of one")
     size = len(runs[-1].parameters)
     for record in (record for rank in ranks for record in rank):
-        if len(record.sum_of_squares) != size or len(record.square_of_sum) != size:
-            raise UsageError(
-                f"step {record.step} has {len(record.sum_of_squares)} parameters; the run has {size}"
-            )
+        for parts in (
+            record.sum_of_squares,
+            record.square_of_sum,
+            record.evidence_sums,
+            record.evidence_elements,
+        ):
+            if parts is not None and len(parts) != size:
+                raise UsageError(f"step {record.step} has {len(parts)} parameters; the run has {size}")
     return Log(runs[-1], ranks, broken)
 
 
 def total(parts: Sequence[float | None]) -> float | None:
     """Sum over parameters; ``None`` where one is not finite."""
-    return (
-        None if any(part is None for part in parts) else math.fsum(part for part in parts if part is not None)
-    )
+    finite = [part for part in parts if part is not None and math.isfinite(part)]
+    return math.fsum(finite) if len(finite) == len(parts) else None
 
 
 def _entries(path: Path) -> list[Run | Record | None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradbatch.errors import UsageError
 
 LEVELS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+MOST_BINS = 64
 
 
 def norm_quantiles(norms: Tensor, levels: Sequence[float] = LEVELS) -> Tensor:
@@ -45,6 +46,39 @@ def norm_quantiles(norms: Tensor, levels: Sequence[float] = LEVELS) -> Tensor:
     place = torch.tensor(levels, dtype=torch.double) * (len(finite) - 1)
     below = place.floor().long()
     return torch.lerp(finite[below], finite[(below + 1).clamp_max(len(finite) - 1)], place - below)
+
+
+def norm_histogram(norms: Tensor) -> tuple[int, list[int]]:
+    """How many norms there are in each half octave.
+
+    Bin ``i`` is from ``2 ** (i / 2)`` up to ``2 ** ((i + 1) / 2)``, whatever the norms, so that the histograms of
+    several batches add up.
+
+    Args:
+        norms: ``[N]``, norms and not their squares.
+
+    Returns: the number of the first bin, and the counts from there on.
+
+    Raises:
+        UsageError: the norms are no vector.
+
+    Edge cases: norms that are zero or not finite are left out; those more than 32 octaves below the largest are counted
+    there. No counts where none is left.
+
+    Example:
+        >>> import torch
+        >>> from gradbatch.analysis import norm_histogram
+        >>> norm_histogram(torch.tensor([1.0, 1.1, 2.5, 0.0]))
+        (0, [2, 0, 1])
+    """
+    if norms.dim() != 1:
+        raise UsageError(f"norms has shape {list(norms.shape)}; expected [N], one norm a sample")
+    known = norms.detach().to("cpu", torch.double)
+    bins = (2 * known[(known > 0) & known.isfinite()].log2()).floor().long()
+    if not len(bins):
+        return 0, []
+    first = max(int(bins.min()), int(bins.max()) - MOST_BINS + 1)
+    return first, torch.bincount((bins - first).clamp_min(0)).tolist()
 
 
 def quantile_interval(norms: Tensor, at: float, level: float = 0.95) -> tuple[float, float]:

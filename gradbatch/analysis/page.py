@@ -37,6 +37,7 @@ table { border-collapse: separate; border-spacing: 0; width: 100%; font-variant-
 th, td { padding: 7px 12px; text-align: right; border-top: 1px solid #eceef1; }
 thead th { border-top: 0; font-size: .9rem; color: #4b5563; font-weight: 600; }
 th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
+summary { font-size: 1.15rem; font-weight: 700; margin: 2rem 0 .6rem; cursor: pointer; }
 @media (max-width: 700px) {
   thead { display: none; }
   tr { display: grid; grid-template-columns: 1fr auto; padding: 8px 0; border-top: 1px solid #e1e4e8; }
@@ -114,8 +115,8 @@ def pictures(figures: Sequence[tuple[str, Figure]]) -> str:
     return f'<h2>Pictures</h2><div class="pictures">{"".join(cells)}</div>'
 
 
-def table(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of plain text; nothing without rows.
+def table(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]], folded: bool = False) -> str:
+    """A table of plain text; nothing without rows. Folded, it is shown when its heading is clicked on.
 
     On a narrow screen each row becomes a list of its cells with the columns' names.
     """
@@ -131,7 +132,10 @@ def table(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -
         + "</tr>"
         for row in rows
     )
-    return f"<h2>{escape(heading)}</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    cells = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    if folded:
+        return f"<details><summary>{escape(heading)}</summary>{cells}</details>"
+    return f"<h2>{escape(heading)}</h2>{cells}"
 
 
 def _svg(figure: Figure) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from gradbatch.analysis.log import Log, Record
 from gradbatch.analysis.norms import LEVELS
-from gradbatch.analysis.summary import layer_noise, whole_noise, windows
+from gradbatch.analysis.parts import part_noise
+from gradbatch.analysis.summary import MOST_WINDOWS, evidence as evidence_of, whole_noise, windows
 from gradbatch.errors import UsageError
 
 if TYPE_CHECKING:
@@ -107,6 +108,90 @@ def gradient_norms(log: Log) -> Figure:
     return figure
 
 
+def norm_histogram(log: Log) -> Figure:
+    """Histogram of the norms of samples' gradients, over time: how many of the samples have which norm.
+
+    Args:
+        log: with two records of at least two samples.
+
+    Raises:
+        UsageError: matplotlib is not installed, the log has less, or no record has a histogram.
+
+    Edge cases: norms that are zero or not finite are left out.
+    """
+    stretches, columns = _stretches(log), []
+    for stretch in stretches:
+        counts: defaultdict[int, int] = defaultdict(int)
+        for record in stretch:
+            first, found = record.histogram or (0, [])
+            for place, count in enumerate(found):
+                counts[first + place] += count
+        columns.append(counts)
+    bins = [place for counts in columns for place in counts]
+    if not bins:
+        raise UsageError("no record has a histogram of norms: it was made by an earlier version")
+    rows = range(min(bins), max(bins) + 1)
+    shares = [
+        [counts[place] / max(1, sum(counts.values())) or math.nan for counts in columns] for place in rows
+    ]
+    figure, axes = _figure("step", "norm of a sample's gradient")
+    edges = [2 ** (place / 2) for place in (*rows, rows.stop)]
+    # Else the first steps, in which all norms are alike, would leave no colour for the rest.
+    scale = importlib.import_module("matplotlib.colors").PowerNorm(0.5, 0)
+    image = axes.pcolormesh(_edges(log, stretches), edges, shares, cmap="Blues", norm=scale)
+    axes.set_yscale("log")
+    axes.grid(False)
+    figure.colorbar(image, ax=axes, label="share of the samples")
+    return figure
+
+
+def agreement(log: Log) -> Figure:
+    """Cosines of the angles between the gradients of the batch's first samples, in the last record that has them.
+
+    Args:
+        log: of a monitor with the preset ``"full"``.
+
+    Raises:
+        UsageError: matplotlib is not installed, or no record has angles.
+
+    Edge cases: a gradient that is zero or not finite has a white row and column.
+    """
+    found = [record for record in log.records if record.cosines]
+    if not found:
+        raise UsageError('no record has the angles between gradients; measure them with preset="full"')
+    rows = [[math.nan if value is None else value for value in row] for row in found[-1].cosines or []]
+    figure, axes = _figure("sample", "sample")
+    image = axes.imshow(rows, cmap="RdBu", vmin=-1, vmax=1)
+    axes.grid(False)
+    figure.colorbar(image, ax=axes, label="cosine")
+    return figure
+
+
+def evidence(log: Log) -> Figure:
+    """Evidence that what is left of the gradient is noise, against the step; above the line, training may stop.
+
+    Args:
+        log: of a monitor with the preset ``"full"``.
+
+    Raises:
+        UsageError: matplotlib is not installed, or no record has evidence.
+    """
+    known = [(record.step, value) for record in log.records if (value := evidence_of(record)) is not None]
+    if not known:
+        raise UsageError('no record has evidence for stopping; measure it with preset="full"')
+    figure, axes = _figure("step", "evidence")
+    axes.plot(*zip(*known, strict=True), ".", color=GREY, markersize=3, label="a batch")
+    size = -(-len(known) // MOST_WINDOWS)
+    means = [
+        [sum(column) / len(part) for column in zip(*part, strict=True)]
+        for part in (known[start : start + size] for start in range(0, len(known), size))
+    ]
+    axes.plot(*zip(*means, strict=True), color=BLUE, marker="o", markersize=3.5, label="mean")
+    axes.axhline(0, color=RED, linewidth=1.2, linestyle="--", label="only noise is left")
+    _legend(axes)
+    return figure
+
+
 def layer_signal(log: Log) -> Figure:
     """Signal to noise ratio of the batch's mean gradient, layer by layer and over time, as a heat map.
 
@@ -119,19 +204,17 @@ def layer_signal(log: Log) -> Figure:
     Edge cases: ratios below 0.01, and above 100, have the colour of the end of the scale; a layer without gradients is
     left white. Of more layers than there is room for, the first are drawn.
     """
-    columns, edges = [], []
+    columns, stretches = [], _stretches(log)
     names: list[str] = []
-    for stretch in _stretches(log):
-        names, noise = layer_noise(log, stretch)
+    for stretch in stretches:
+        names, noise = part_noise(log, stretch)
         batch = sum(record.samples for record in stretch) / len(stretch)
         columns.append(noise.signal_to_noise(batch).tolist()[:MOST_ROWS])
-        edges.append(stretch[0].step)
-    edges.append(log.records[-1].step + 1)
     shown = names[:MOST_ROWS]
     figure, axes = _figure("step", "", height=max(2.6, 1.2 + 0.22 * len(shown)))
     norm = importlib.import_module("matplotlib.colors").LogNorm(0.01, 100)
     rows = [[min(max(value, 0.01), 100.0) for value in row] for row in zip(*columns, strict=True)]
-    image = axes.pcolormesh(edges, range(len(shown) + 1), rows, norm=norm, cmap="RdYlBu")
+    image = axes.pcolormesh(_edges(log, stretches), range(len(shown) + 1), rows, norm=norm, cmap="RdYlBu")
     axes.set_yticks([place + 0.5 for place in range(len(shown))], [_short(name) for name in shown])
     axes.invert_yaxis()
     figure.colorbar(image, ax=axes, label="signal to noise")
@@ -174,6 +257,11 @@ def _stretches(log: Log) -> list[list[Record]]:
     if not stretches:
         raise UsageError("the log has no record of two samples or more: there is nothing to draw")
     return stretches
+
+
+def _edges(log: Log, stretches: list[list[Record]]) -> list[int]:
+    """The steps between stretches."""
+    return [*(stretch[0].step for stretch in stretches), log.records[-1].step + 1]
 
 
 def _figure(x: str, y: str, height: float = SIZE[1]) -> tuple[Figure, Axes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from gradbatch.factors import PerSampleGrad
@@ -46,3 +47,47 @@ class BatchDotSum(Quantity):
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[N]``."""
         return grad.dot(grad.sum())
+
+
+@dataclass(frozen=True)
+class EvidenceParts(Quantity):
+    r"""What :func:`~gradbatch.analysis.stopping_evidence` is made of, ``[2]`` in float64.
+
+    The sum over elements of :math:`\bar g_k^2 / \hat\sigma_k^2`, and over how many elements; both add up over
+    parameters. The evidence is one minus ``N`` times their ratio. One tensor of the parameter's size at a time is made.
+
+    Edge cases: elements without variance and gradient (dead units) are left out of both; infinite for those without
+    variance but with a gradient. NaN for fewer than two samples.
+    """
+
+    name: ClassVar[str] = "evidence_parts"
+    additive: ClassVar[bool] = True
+    operations: ClassVar[tuple[str, ...]] = ("sum", "sum_of_squares")
+
+    def reduce(self, grad: PerSampleGrad) -> Tensor:
+        """``[2]``."""
+        count = grad.num_samples
+        if count < 2:
+            return torch.tensor([torch.nan, 0], dtype=torch.double, device=grad.device)
+        mean = grad.sum() / count
+        variance = grad.sum_of_squares(center=mean) / (count - 1)
+        alive = (mean != 0) | (variance != 0)
+        ratios = torch.where(alive, mean.square() / variance, 0)
+        return torch.stack([ratios.sum(dtype=torch.double), alive.sum(dtype=torch.double)])
+
+
+@dataclass(frozen=True)
+class FirstGram(Quantity):
+    r"""Dot products between the gradients of the batch's first samples, ``[M, M]`` with ``M`` at most ``most``.
+
+    :class:`~gradbatch.BatchDotGrad` of fewer samples, whose cost does not grow with the square of the batch.
+    """
+
+    most: int = 32
+    name: ClassVar[str] = "first_gram"
+    additive: ClassVar[bool] = True
+    operations: ClassVar[tuple[str, ...]] = ("gram",)
+
+    def reduce(self, grad: PerSampleGrad) -> Tensor:
+        """``[M, M]``."""
+        return grad.select(torch.arange(min(self.most, grad.num_samples), device=grad.device)).gram()

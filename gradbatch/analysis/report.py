@@ -6,15 +6,19 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradbatch.analysis import page, plots
 from gradbatch.analysis.log import Log, read_log
 from gradbatch.analysis.noise import NoiseScale
-from gradbatch.analysis.summary import layers_at_end, recent, sizes_by_test, warnings, whole_noise
+from gradbatch.analysis.parts import By, parts_of
+from gradbatch.analysis.summary import evidence, recent, sizes_by_test, warnings, whole_noise
 from gradbatch.errors import UsageError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 COLUMNS = (
-    "layer",
     "parameters",
     "gradient norm",
     "noise scale",
@@ -76,6 +80,33 @@ def render(log: Log, source: str) -> str:
     Raises:
         UsageError: the log has less, or matplotlib is not installed.
     """
+    figures, records = _pictures(log), log.records
+    steps = f"steps {records[0].step} to {records[-1].step}"
+    about = (
+        f"{source}: {_count(len(records), 'measured step')}, {steps}, "
+        f"{_count(sum(log.run.parameters.values()), 'parameter')} in {_count(len(log.run.parameters), 'tensor')}."
+    )
+    return page.page(
+        "Gradients of a training run",
+        about,
+        [
+            page.numbers(_cards(log)),
+            page.words("In words", summary(log)),
+            page.warned(warnings(log)),
+            page.pictures(figures),
+            page.table(f"Layers at the end ({_where(log)})", ("layer", *COLUMNS), _rows(log, "layer")),
+            page.table("Groups at the end", ("group", *COLUMNS), _rows(log, "group")),
+            page.table(
+                "Parameters at the end", ("parameter", *COLUMNS), _rows(log, "parameter"), folded=True
+            ),
+            page.table("Batch sizes by other rules", TEST_COLUMNS, _test_rows(log)),
+            page.words("How to read this", READING),
+        ],
+    )
+
+
+def _pictures(log: Log) -> list[tuple[str, Figure]]:
+    """Captions and figures of all that the log has the data for."""
     records = log.records
     figures = [
         (
@@ -91,27 +122,23 @@ def render(log: Log, source: str) -> str:
             plots.layer_signal(log),
         ),
     ]
+    if any(record.histogram and record.histogram[1] for record in records):
+        caption = "Histogram of the norms over time: the share of the samples with each norm."
+        figures.append((caption, plots.norm_histogram(log)))
     if any(record.hardest for record in records):
         caption = "Samples that were most often among the largest of their batch (how often), by id."
         figures.append((caption, plots.hardest_samples(log)))
-    steps = f"steps {records[0].step} to {records[-1].step}"
-    about = (
-        f"{source}: {_count(len(records), 'measured step')}, {steps}, "
-        f"{_count(sum(log.run.parameters.values()), 'parameter')} in {_count(len(log.run.parameters), 'tensor')}."
-    )
-    return page.page(
-        "Gradients of a training run",
-        about,
-        [
-            page.numbers(_cards(log)),
-            page.words("In words", summary(log)),
-            page.warned(warnings(log)),
-            page.pictures(figures),
-            page.table(f"Layers at the end ({_where(log)})", COLUMNS, _rows(log)),
-            page.table("Batch sizes by other rules", TEST_COLUMNS, _test_rows(log)),
-            page.words("How to read this", READING),
-        ],
-    )
+    if any(evidence(record) is not None for record in records):
+        caption = "Evidence that what is left of the gradient is noise: above 0, training may stop."
+        figures.append((caption, plots.evidence(log)))
+    with_cosines = [record for record in records if record.cosines]
+    if with_cosines:
+        caption = (
+            f"Angles between the gradients of the first samples of a batch, in step {with_cosines[-1].step}: blue "
+            "samples pull in one direction, red ones against each other."
+        )
+        figures.append((caption, plots.agreement(log)))
+    return figures
 
 
 def summary(log: Log) -> list[str]:
@@ -140,7 +167,7 @@ def summary(log: Log) -> list[str]:
             f"model, each step makes {batch / (batch + value):.0%} of the progress of a step without noise, and each "
             f"sample {value / (batch + value):.0%} of what it makes in a tiny batch."
         )
-    layers = [layer for layer in layers_at_end(log) if layer.share > 0]
+    layers = [layer for layer in parts_of(log, recent(log)) if layer.share > 0]
     paragraphs = [first]
     if len(layers) > 1:
         loudest = max(layers, key=lambda layer: layer.share)
@@ -174,20 +201,20 @@ def _cards(log: Log) -> list[tuple[str, str]]:
     ]
 
 
-def _rows(log: Log) -> list[list[str]]:
+def _rows(log: Log, by: By) -> list[list[str]]:
     rows = []
-    for layer in layers_at_end(log):
-        low, high = layer.interval
-        defined = not math.isnan(layer.noise)
+    for part in parts_of(log, recent(log), by):
+        low, high = part.interval
+        defined = not math.isnan(part.noise)
         rows.append(
             [
-                _name(layer.name),
-                f"{layer.elements:,}",
-                "–" if math.isnan(layer.norm) else f"{layer.norm:.3g}",
-                _bounded(layer.noise) if defined else "–",
+                _name(part.name),
+                f"{part.elements:,}",
+                "–" if math.isnan(part.norm) else f"{part.norm:.3g}",
+                _bounded(part.noise) if defined else "–",
                 f"{_rounded(low)} to {_bounded(high)}" if defined else "–",
-                f"{layer.signal_to_noise:.2g}" if defined else "–",
-                f"{layer.share:.1%}" if defined else "–",
+                f"{part.signal_to_noise:.2g}" if defined else "–",
+                f"{part.share:.1%}" if defined else "–",
             ]
         )
     return rows

@@ -1,4 +1,4 @@
-"""What a log says: noise scales over time and by layer, and what looks wrong."""
+"""What a log says: noise scales over time, batch sizes by rules, and what looks wrong."""
 
 from __future__ import annotations
 
@@ -14,37 +14,10 @@ from gradbatch.analysis.batch_size import BatchTest, inner_product_test, norm_te
 from gradbatch.analysis.log import Log, Record, total
 from gradbatch.analysis.noise import NoiseScale
 from gradbatch.analysis.norms import norm_quantiles
+from gradbatch.analysis.parts import partition, rms_norms
 
 MOST_WINDOWS, LEAST_RECORDS = 16, 20
 EXPLODED = 100.0  # times its usual norm
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The gradients of a layer's parameters at the end of a run.
-
-    Args:
-        name: path of the module; ``""`` is the model itself.
-        elements: of its parameters together.
-        norm: root of the mean squared norm of a sample's gradient; NaN without finite records.
-        noise: its noise scale; NaN for a layer without gradients.
-        interval: of the noise scale.
-        signal_to_noise: of the mean gradient over a batch.
-        share: of the noise of all layers together.
-    """
-
-    name: str
-    elements: int
-    norm: float
-    noise: float
-    interval: tuple[float, float]
-    signal_to_noise: float
-    share: float
-
-
-def layer_of(parameter: str) -> str:
-    """Path of the module that a parameter is in."""
-    return parameter.rpartition(".")[0]
 
 
 def whole_noise(records: Sequence[Record]) -> NoiseScale:
@@ -57,26 +30,19 @@ def whole_noise(records: Sequence[Record]) -> NoiseScale:
     for record in records:
         squares, square = total(record.sum_of_squares), total(record.square_of_sum)
         if squares is not None and square is not None:
-            noise.update(record.samples, torch.tensor(squares), torch.tensor(square))
+            noise.update(record.samples, *torch.tensor([squares, square], dtype=torch.double))
     return noise
 
 
-def layer_noise(log: Log, records: Sequence[Record]) -> tuple[list[str], NoiseScale]:
-    """Names of the layers, and their noise scales, ``[layers]``.
+def evidence(record: Record) -> float | None:
+    """Evidence that what is left of the gradient is noise, see :func:`~gradbatch.analysis.stopping_evidence`.
 
-    Args:
-        log: that the records are of.
-        records: some of its records.
+    Returns: ``None`` where it was not measured, or is not defined.
     """
-    names, places = _layers(log)
-    noise = NoiseScale((len(names),))
-    for record in records:
-        parts = [
-            torch.zeros(len(names), dtype=torch.double).index_add(0, places, _numbers(part))
-            for part in (record.sum_of_squares, record.square_of_sum)
-        ]
-        noise.update(record.samples, *parts)
-    return names, noise
+    if record.evidence_sums is None or record.evidence_elements is None:
+        return None
+    ratios, elements = total(record.evidence_sums), sum(record.evidence_elements)
+    return None if ratios is None or not elements else 1 - record.samples * ratios / elements
 
 
 def windows(log: Log) -> list[list[Record]]:
@@ -91,38 +57,6 @@ def recent(log: Log) -> list[Record]:
     """The last third of the records, and at least twenty, where there are so many."""
     records = log.records
     return records[-max(20, -(-len(records) // 3)) :]
-
-
-def layers_at_end(log: Log) -> list[Layer]:
-    """The gradients of each layer, from the recent records.
-
-    Args:
-        log: with one record at least.
-    """
-    records = recent(log)
-    names, noise = layer_noise(log, records)
-    _, places = _layers(log)
-    elements = torch.zeros(len(names), dtype=torch.long).index_add(
-        0, places, torch.tensor(list(log.run.parameters.values()))
-    )
-    batch = sum(record.samples for record in records) / len(records)
-    low, high = noise.interval()
-    variances = noise.variance()
-    found = zip(
-        names,
-        elements.tolist(),
-        _rms_norms(log, records),
-        noise.value().tolist(),
-        low.tolist(),
-        high.tolist(),
-        noise.signal_to_noise(batch).tolist(),
-        (variances / variances.nansum()).tolist(),
-        strict=True,
-    )
-    return [
-        Layer(name, n, norm, value, (lo, hi), snr, share)
-        for name, n, norm, value, lo, hi, snr, share in found
-    ]
 
 
 @dataclass(frozen=True)
@@ -184,8 +118,8 @@ def _about_samples(log: Log) -> list[str]:
 def _about_layers(log: Log) -> list[str]:
     found = []
     stretches = windows(log)
-    names, _ = _layers(log)
-    norms = [_rms_norms(log, stretch) for stretch in stretches]
+    names = partition(log.run, "layer").names
+    norms = [rms_norms(log, stretch) for stretch in stretches]
     dead = [name for place, name in enumerate(names) if norms and norms[-1][place] == 0]
     if dead:
         found.append(f"No gradient reaches {_listed(dead)} at the end of the run.")
@@ -205,28 +139,6 @@ def _about_lines(log: Log) -> list[str]:
         return []
     lines = "line was" if len(log.broken) == 1 else "lines were"
     return [f"{len(log.broken)} {lines} cut off and left out ({', '.join(log.broken[:3])})."]
-
-
-def _rms_norms(log: Log, records: Sequence[Record]) -> list[float]:
-    """Root of the mean squared norm of a sample's gradient, for each layer; NaN where no record is finite."""
-    names, places = _layers(log)
-    sums, counts = torch.zeros(len(names), dtype=torch.double), torch.zeros(len(names), dtype=torch.double)
-    for record in records:
-        squares = torch.zeros_like(sums).index_add(0, places, _numbers(record.sum_of_squares))
-        sums += squares.nan_to_num(nan=0.0)
-        counts += record.samples * squares.isfinite()
-    return (sums / counts).sqrt().tolist()
-
-
-def _layers(log: Log) -> tuple[list[str], torch.Tensor]:
-    """Names of the layers, and for each parameter the place of its layer among them."""
-    layers = [layer_of(name) for name in log.run.parameters]
-    names = list(dict.fromkeys(layers))
-    return names, torch.tensor([names.index(layer) for layer in layers])
-
-
-def _numbers(parts: Sequence[float | None]) -> torch.Tensor:
-    return torch.tensor([torch.nan if part is None else part for part in parts], dtype=torch.double)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -10,49 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradbatch import CoupledSamples, UsageError
-from gradbatch.analysis import GradientMonitor, NoiseScale, Record, logarithmic, norm_quantiles
+from gradbatch.analysis import (
+    GradientMonitor,
+    NoiseScale,
+    logarithmic,
+    norm_quantiles,
+)
+from tests.analysis.monitored import assert_is_of, batch, network, one_by_one
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    layers = (
-        nn.Conv2d(4, 6, 3, groups=2),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(54, 5),
-        nn.ReLU(),
-        nn.Linear(5, 3),
-    )
-    return nn.Sequential(*layers).double()
-
-
-def batch(count: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(count, 4, 5, 5, dtype=torch.double), torch.randint(3, (count,))
-
-
-def one_by_one(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    """Gradients of each sample's own loss, ``[N, elements]`` for each parameter: a backward pass a sample."""
-    rows = [
-        torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]), list(model.parameters()))
-        for n in range(len(x))
-    ]
-    return [torch.stack(column).flatten(1) for column in zip(*rows, strict=True)]
-
-
-def assert_is_of(record: Record | None, grads: list[Tensor]) -> None:
-    assert record is not None
-    whole = torch.cat(grads, 1)
-    norms = whole.norm(dim=1)
-    assert record.samples == len(whole) and record.non_finite == 0
-    assert record.sum_of_squares == pytest.approx([float(g.square().sum()) for g in grads], rel=1e-9)
-    assert record.square_of_sum == pytest.approx([float(g.sum(0).square().sum()) for g in grads], rel=1e-9)
-    assert record.quantiles == pytest.approx(norm_quantiles(norms).tolist(), rel=1e-9)
-    assert record.mean_norm == pytest.approx(float(norms.mean()), rel=1e-9)
-    if record.dot_squares is not None:
-        assert record.dot_squares == pytest.approx(float((whole @ whole.sum(0)).square().sum()), rel=1e-9)
-
-
-@pytest.mark.parametrize("preset", ["economy", "standard"])
+@pytest.mark.parametrize("preset", ["economy", "standard", "full"])
 @pytest.mark.parametrize("way", ["mean", "sum", "scaled", "micro-batches", "losses", "losses summed"])
 def test_a_record_is_that_of_materialised_gradients(preset: str, way: str) -> None:
     model, (x, y) = network(), batch(9)
@@ -72,6 +39,8 @@ def test_a_record_is_that_of_materialised_gradients(preset: str, way: str) -> No
             (scale * F.cross_entropy(model(x), y, reduction=reduction)).backward()
     assert_is_of(step.record, one_by_one(model, x, y))
     assert (step.record.dot_squares is None) == (preset == "economy")
+    for part in (step.record.evidence_sums, step.record.cosines):
+        assert (part is None) == (preset != "full")
 
 
 def train(model: nn.Module, monitor: GradientMonitor | None, by_losses: bool) -> list[Tensor]:
@@ -203,13 +172,19 @@ def test_many_steps_leave_no_tensors_behind() -> None:
 
 
 def test_what_cannot_be_monitored_is_refused_before_training() -> None:
-    with pytest.raises(UsageError, match="preset is 'cheap'; there are 'economy', 'standard'"):
+    with pytest.raises(UsageError, match="preset is 'cheap'; there are 'economy', 'standard', 'full'"):
         GradientMonitor(network(), preset="cheap")  # type: ignore[arg-type]
     for every in (0, 2.5):
         with pytest.raises(UsageError, match="every is"):
             GradientMonitor(network(), every=every)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="every is 0 for 'norms'"):
+        GradientMonitor(network(), every={"norms": 0})
+    with pytest.raises(UsageError, match="every names 'gram'; the preset measures 'norms', 'tests'"):
+        GradientMonitor(network(), every={"gram": 5})
     with pytest.raises(UsageError, match="matches none of"):
         GradientMonitor(network(), parameters="head.*")
+    with pytest.raises(UsageError, match=r"groups: 'head\.\*' of group 'heads' matches none of 0\.weight"):
+        GradientMonitor(network(), groups={"heads": "head.*"})
     with pytest.raises(CoupledSamples):
         GradientMonitor(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
     with pytest.raises(UsageError, match="per_decade is 0"):

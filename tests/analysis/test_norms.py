@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradbatch import UsageError
-from gradbatch.analysis import norm_quantiles, quantile_interval
+from gradbatch.analysis import norm_histogram, norm_quantiles, quantile_interval
 from gradbatch.analysis.norms import LEVELS
 
 
@@ -47,3 +47,18 @@ def test_what_is_no_vector_of_norms_is_refused() -> None:
         norm_quantiles(torch.ones(2), (50,))
     with pytest.raises(UsageError, match="two numbers between 0 and 1"):
         quantile_interval(torch.ones(2), 50)
+
+
+def test_a_histogram_counts_each_norm_in_its_half_octave() -> None:
+    norms = torch.cat([torch.randn(500, dtype=torch.double).exp(), torch.tensor([0.0, math.inf, math.nan])])
+    first, counts = norm_histogram(norms)
+    assert sum(counts) == 500
+    for place, count in enumerate(counts):
+        low, high = 2 ** ((first + place) / 2), 2 ** ((first + place + 1) / 2)
+        assert count == int(((norms >= low) & (norms < high)).sum())
+    assert counts[0] and counts[-1]
+    first, counts = norm_histogram(torch.tensor([1e-30, 1e-20, 1.0]))
+    assert len(counts) == 64 and counts[0] == 2 and first == -63
+    assert norm_histogram(torch.zeros(3)) == (0, [])
+    with pytest.raises(UsageError, match=r"norms has shape \[2, 2\]"):
+        norm_histogram(torch.ones(2, 2))

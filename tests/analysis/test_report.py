@@ -4,6 +4,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from gradbatch.analysis import (
     NoiseScale,
     Record,
     Run,
+    norm_histogram,
     norm_quantiles,
     norm_test,
     read_log,
@@ -53,6 +55,24 @@ def records(steps: range, mean: float = 0.4) -> list[Record]:
                 [float(b.sum(0).square().sum()) for b in blocks],
                 None,
                 hardest,
+            )
+        )
+    return made
+
+
+def in_full(entries: list[Record]) -> list[Record]:
+    """With all that the preset "full" measures, of other gradients."""
+    made = []
+    for entry in entries:
+        grads = torch.randn(32, 6, dtype=torch.double)
+        angles = torch.nn.functional.cosine_similarity(grads[:, None], grads[None], dim=2)
+        made.append(
+            replace(
+                entry,
+                histogram=norm_histogram(grads.norm(dim=1)),
+                evidence_sums=[32 * float(b.mean(0).square().sum()) / 32 for b in grads.split(SIZES, 1)],
+                evidence_elements=SIZES,
+                cosines=angles.tolist(),
             )
         )
     return made
@@ -102,6 +122,25 @@ def test_the_page_has_a_row_for_each_test_that_the_log_has_numbers_for(tmp_path:
     assert (
         "inner product test" not in words(page(tmp_path / "..", records(range(30)))).split("How to read")[0]
     )
+
+
+def test_the_page_has_rows_for_parameters_and_groups_whose_noise_is_that_of_their_sums(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.jsonl"
+    log = JsonLines(path)
+    weights = [name for name in NAMES if name.endswith("weight")]
+    log.start(Run(NAMES, "standard", {"weights": weights}))
+    entries, noise = records(range(30)), NoiseScale()
+    for entry in entries:
+        log.write(entry)
+    log.close()
+    for entry in entries[-20:]:
+        noise.update(32, *(torch.tensor(sum(p[:2])) for p in (entry.sum_of_squares, entry.square_of_sum)))  # type: ignore[arg-type]
+    text = words(write_report(path, tmp_path / "report.html").read_text())
+    assert re.search(rf"Groups at the end .* weights 5 [\d.]+ {float(noise.value()):.3g} ", text)
+    assert re.search(r"Parameters at the end .* head&lt;b&gt;.bias 1 ", text)
+    assert "Groups at the end" not in words(page(tmp_path / "..", records(range(30))))
 
 
 def test_the_page_needs_nothing_but_itself_and_escapes_what_it_shows(tmp_path: Path) -> None:
@@ -205,7 +244,7 @@ def test_without_matplotlib_the_error_says_how_to_get_it(
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here to open the page in")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_in_a_browser_the_page_fits_the_screen_and_loads_without_an_error(tmp_path: Path, width: int) -> None:
-    page(tmp_path, records(range(0, 600, 5)))
+    page(tmp_path, in_full(records(range(0, 600, 5))))
     # In a frame, which may be narrower than a browser's window. The probe writes what it finds into the title.
     text = (tmp_path / "report.html").read_text()
     probe = """<script>addEventListener("load", () => {
@@ -269,3 +308,37 @@ def test_a_picture_takes_any_layer_without_a_defined_ratio(tmp_path: Path) -> No
     mesh = figure.axes[0].collections[0].get_array()
     assert mesh is not None and mesh.shape[0] == 2
     assert [set(row) for row in mesh.mask.tolist()] == [{False}, {True}], "the head has no gradients"
+
+
+def test_pictures_show_the_numbers_of_the_log(tmp_path: Path) -> None:
+    from gradbatch.analysis import plots
+
+    entries = in_full(records(range(0, 80, 2)))
+    log = read_log(written(tmp_path / "run.jsonl", entries))
+    mesh = plots.norm_histogram(log).axes[0].collections[0]
+    counts: Counter[int] = Counter()
+    for entry in entries[:20]:
+        first, found = entry.histogram or (0, [])
+        counts.update({first + place: count for place, count in enumerate(found)})
+    shares = mesh.get_array()
+    assert shares is not None and shares.shape[1] == 2
+    column = [float(share) for share in shares[:, 0] if share]
+    assert column == pytest.approx([counts[place] / 640 for place in sorted(counts) if counts[place]])
+    image = plots.agreement(log).axes[0].images[0].get_array()
+    assert image is not None and image.tolist() == entries[-1].cosines
+    batches, mean, zero = plots.evidence(log).axes[0].lines
+    assert entries[3].evidence_sums
+    expected = 1 - 32 * sum(value or 0 for value in entries[3].evidence_sums) / 6
+    assert batches.get_ydata()[3] == pytest.approx(expected) and zero.get_ydata()[0] == 0
+    assert len(mean.get_xdata()) == 14, "three batches a mark"
+
+
+def test_the_page_has_a_picture_of_all_that_was_measured(tmp_path: Path) -> None:
+    text = page(tmp_path, in_full(records(range(40))))
+    assert text.count("data:image/svg+xml;base64,") == 7 and "in step 39" in words(text)
+    from gradbatch.analysis import plots
+
+    log = read_log(written(tmp_path / "without.jsonl", records(range(40))))
+    for picture in (plots.norm_histogram, plots.agreement, plots.evidence):
+        with pytest.raises(UsageError, match="no record has"):
+            picture(log)

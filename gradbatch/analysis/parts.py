@@ -1,0 +1,177 @@
+"""The parts of a model that statistics are added up over: parameters, layers, groups of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradbatch.analysis.log import Log, Record, Run
+from gradbatch.analysis.noise import NoiseScale
+from gradbatch.errors import UsageError
+
+By = Literal["parameter", "layer", "group"]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which parameters are in which part; a parameter may be in several, or in none.
+
+    Args:
+        names: of the parts.
+        part, parameter: pairs of places, ``[E]`` each: this part has that parameter.
+    """
+
+    names: list[str]
+    part: Tensor
+    parameter: Tensor
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sums over the parameters of each part, ``[parts]``.
+
+        Args:
+            values: one a parameter, ``[P]``.
+        """
+        return values.new_zeros(len(self.names)).index_add(0, self.part, values[self.parameter])
+
+
+def partition(run: Run, by: By) -> Partition:
+    """The parts of a run's model.
+
+    Args:
+        run: says which parameters there are, and in which groups.
+        by: a part for each parameter, for each module with parameters of its own, or for each named group.
+    """
+    names = list(run.parameters)
+    members: dict[str, list[str]] = {}
+    if by == "group":
+        members = run.groups
+    else:
+        for name in names:
+            members.setdefault(layer_of(name) if by == "layer" else name, []).append(name)
+    places = {name: place for place, name in enumerate(names)}
+    pairs = [(part, places[name]) for part, inside in enumerate(members.values()) for name in inside]
+    found = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2)
+    return Partition(list(members), found[:, 0], found[:, 1])
+
+
+def layer_of(parameter: str) -> str:
+    """Path of the module that a parameter is in; ``""`` is the model itself."""
+    return parameter.rpartition(".")[0]
+
+
+def named_groups(
+    groups: Mapping[str, str | Iterable[str]], aliases: Iterable[Sequence[str]]
+) -> dict[str, list[str]]:
+    """First names of the parameters in each group.
+
+    Args:
+        groups: name pattern or patterns of each.
+        aliases: all names of each parameter; a tied one has several.
+
+    Raises:
+        UsageError: a pattern matches no parameter.
+    """
+    known, found = list(aliases), {}
+    for group, patterns in groups.items():
+        wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+        for pattern in wanted:
+            if not any(fnmatchcase(name, pattern) for names in known for name in names):
+                raise UsageError(
+                    f"groups: {pattern!r} of group {group!r} matches none of {', '.join(n[0] for n in known)}"
+                )
+        found[group] = [
+            names[0]
+            for names in known
+            if any(fnmatchcase(name, pattern) for name in names for pattern in wanted)
+        ]
+    return found
+
+
+def part_noise(log: Log, records: Sequence[Record], by: By = "layer") -> tuple[list[str], NoiseScale]:
+    """Names of the parts, and their noise scales, ``[parts]``.
+
+    Args:
+        log: that the records are of.
+        records: some of its records.
+        by: what the parts are, see :func:`partition`.
+    """
+    parts = partition(log.run, by)
+    noise = NoiseScale((len(parts.names),))
+    for record in records:
+        sums = (parts.sums(numbers(values)) for values in (record.sum_of_squares, record.square_of_sum))
+        noise.update(record.samples, *sums)
+    return parts.names, noise
+
+
+def rms_norms(log: Log, records: Sequence[Record], by: By = "layer") -> list[float]:
+    """Root of the mean squared norm of a sample's gradient, for each part; NaN where no record is finite."""
+    parts = partition(log.run, by)
+    sums, counts = torch.zeros(2, len(parts.names), dtype=torch.double)
+    for record in records:
+        squares = parts.sums(numbers(record.sum_of_squares))
+        sums += squares.nan_to_num(nan=0.0)
+        counts += record.samples * squares.isfinite()
+    norms: list[float] = (sums / counts).sqrt().tolist()
+    return norms
+
+
+@dataclass(frozen=True)
+class Part:
+    """The gradients of a part of the model at the end of a run.
+
+    Args:
+        name: of the parameter or group, or path of the module; ``""`` is the model itself.
+        elements: of its parameters together.
+        norm: root of the mean squared norm of a sample's gradient; NaN without finite records.
+        noise: its noise scale; NaN for a part without gradients.
+        interval: of the noise scale.
+        signal_to_noise: of the mean gradient over a batch.
+        share: of the noise of all parameters together.
+    """
+
+    name: str
+    elements: int
+    norm: float
+    noise: float
+    interval: tuple[float, float]
+    signal_to_noise: float
+    share: float
+
+
+def parts_of(log: Log, records: Sequence[Record], by: By = "layer") -> list[Part]:
+    """The gradients of each part.
+
+    Args:
+        log: that the records are of.
+        records: some of its records, one at least.
+        by: what the parts are, see :func:`partition`.
+    """
+    names, noise = part_noise(log, records, by)
+    elements = partition(log.run, by).sums(torch.tensor(list(log.run.parameters.values())))
+    batch = sum(record.samples for record in records) / len(records)
+    low, high = noise.interval()
+    everything = part_noise(log, records, "parameter")[1].variance().nansum()
+    found = zip(
+        names,
+        elements.tolist(),
+        rms_norms(log, records, by),
+        noise.value().tolist(),
+        low.tolist(),
+        high.tolist(),
+        noise.signal_to_noise(batch).tolist(),
+        (noise.variance() / everything).tolist(),
+        strict=True,
+    )
+    return [
+        Part(name, n, norm, value, (lo, hi), snr, share) for name, n, norm, value, lo, hi, snr, share in found
+    ]
+
+
+def numbers(parts: Sequence[float | None]) -> Tensor:
+    """As a tensor, ``[P]`` in float64, with NaN for ``None``."""
+    return torch.tensor([torch.nan if part is None else part for part in parts], dtype=torch.double)
