@@ -144,3 +144,13 @@ def test_a_region_is_run_once_for_the_pass_and_all_that_is_read_in_it(way: str, 
         counts.append(runs - before)
     # Of two blocks each, the forward and the pass.
     assert counts[2:] == [4, 4]
+
+
+def test_a_parameter_whose_value_is_overwritten_in_a_checkpoint_has_no_gradient() -> None:
+    def block(self: nn.Module, hidden: Tensor) -> Tensor:
+        rows = self.a.bias[torch.tensor([0])].repeat(3, 4).clone()
+        rows[:, :] = torch.tanh(hidden)
+        return self.b(rows)
+
+    model, x = model_of(block), draw(3, 3)
+    assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
