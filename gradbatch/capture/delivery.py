@@ -35,8 +35,8 @@ def deliver(found: Explanation, losses: Tensor, names: Names, totals: Totals, ke
     """
     pending: list[tuple[list[Place], Evaluate]] = []
     if is_packed(found.walk):
-        # On the way of a pass, a region is computed again once, and for each node by itself otherwise. But where nothing
-        # arrived but zeros, nobody knows where samples lie.
+        # On the way of a pass, a region is computed again once, and for each node by itself otherwise. But where only
+        # zeros arrived, nobody knows where samples lie.
         found.cut_gradients = [
             by if by is not None and any(g is None for g in by.values()) else None
             for by in found.cut_gradients

@@ -37,6 +37,7 @@ class Recollection:
         self._certain = self._known.propagated(nodes, self._shapes, starts, samples).certain
         self._measured: dict[Hashable, Measured] = {}
         self._is_due = self._known.is_due()
+        self._relied_on_shared = False
 
     def of_use(self, use: Use, into: dict[Use, Layout | None]) -> None:
         """Add the layout of a call, if it is known and certain whatever the data is; ``None`` if samples share it."""
@@ -45,6 +46,7 @@ class Recollection:
             layout = self._known_of_use(use)
             if layout is None or self.follows(use, layout):
                 into[use] = layout
+                self._relied_on_shared |= layout is None
 
     def of_place(self, place: Place, into: dict[Place, Owners | None]) -> None:
         """The same for the output of a node."""
@@ -53,6 +55,7 @@ class Recollection:
             layout = self._known_of_place(place)
             if layout is None or self.is_certain(place, layout):
                 into[place] = layout
+                self._relied_on_shared |= layout is None
 
     @property
     def certain(self) -> dict[Place, Run]:
@@ -91,6 +94,15 @@ class Recollection:
         known = self._known_of_place(place)
         relied, follows = self.is_certain(place, known), self.is_certain(place, owners)
         self._measured[self._key_of_place(place)] = Measured(owners, only, follows, relied, owners == known)
+
+    def forget_shared(self) -> bool:
+        """Forget which elements samples share; returns whether that was relied on.
+
+        What comes from a buffer in some batches may be data in others: then they have them for themselves.
+        """
+        known = self._known
+        known.verdicts = {place: found for place, found in known.verdicts.items() if found[0] is not None}
+        return self._relied_on_shared
 
     def store(self) -> None:
         """Keep what was taken down; raises :class:`StaleCapture` if it contradicts what was relied on."""

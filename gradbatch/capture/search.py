@@ -34,6 +34,7 @@ from gradbatch.capture.recollection import Recollection
 from gradbatch.capture.samples import Samples
 from gradbatch.capture.undisturbed import undisturbed
 from gradbatch.capture.uses import Names, Use, find_uses
+from gradbatch.errors import CoupledSamples
 from gradbatch.rules import Layout, SampleLayout
 
 EDGES_AT_ONCE = 256
@@ -69,8 +70,14 @@ def explain(
     watched = [*outputs, *roots]
     roots = list(map(in_front, watched))
     outputs = roots[: len(outputs)]
-    search = _Search(outputs, cotangents, samples, names, roots, watched, earlier, memory, batch_dim)
-    return search.run()
+    arguments = outputs, cotangents, samples, names, roots, watched, earlier, memory, batch_dim
+    search = _Search(*arguments)
+    try:
+        return search.run()
+    except CoupledSamples:
+        if search.recollection is None or not search.recollection.forget_shared():
+            raise
+    return _Search(*arguments).run()
 
 
 class _Search:

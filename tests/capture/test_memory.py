@@ -242,3 +242,15 @@ def test_the_memory_goes_with_the_model() -> None:
     assert memory is memory_of(model)
     gradbatch.extend(model)
     assert memory_of(model) is not memory
+
+
+def test_what_samples_shared_in_earlier_batches_may_be_their_own_later() -> None:
+    def forward(self: nn.Module, x: Tensor, table: Tensor | None) -> Tensor:
+        return torch.tanh(self.a(x) + (self.table if table is None else table) * self.a.bias).sum(1)
+
+    model = wired(forward, a=nn.Linear(4, 4))
+    model.register_buffer("table", draw(5, 4))
+    for table in [None, None, None, draw(3, 5, 4), None, draw(3, 5, 4)]:
+        x = draw(3, 5, 4)
+        losses = lambda: sum_of_squares(model(x, table))  # noqa: E731, B023
+        assert_results(gradbatch.backward(model, losses(), BatchGrad()), expected(model, losses))
