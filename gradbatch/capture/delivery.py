@@ -51,9 +51,17 @@ def deliver(found: Explanation, losses: Tensor, names: Names, totals: Totals, ke
             pending.append(([(cut.node, number) for number in cut.owners], _of_cut(cut, totals)))
         else:
             totals.add_node(cut, by_output)
-    if pending:
-        with undisturbed(chain([losses], adjacent_tensors(found.walk)), names):
-            PrunedPass(found.walk, names, pending).run([losses], [torch.ones_like(losses)], keep_graph)
+    # Evaluated once the pass is over, which lets go of what they took.
+    held = [use.record for use in found.uses if len({node for node, _ in use.places}) > 1]
+    for record in held:
+        record.hold()
+    try:
+        if pending:
+            with undisturbed(chain([losses], adjacent_tensors(found.walk)), names):
+                PrunedPass(found.walk, names, pending).run([losses], [torch.ones_like(losses)], keep_graph)
+    finally:
+        for record in held:
+            record.let_go()
 
 
 def _emptied(gradients: list[Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
 
 from torch import Tensor
@@ -193,6 +193,11 @@ def adjacent_tensors(walk: graph.Walk) -> Iterator[Tensor]:
             tensor = reference()
             if tensor is not None:
                 yield tensor
+
+
+def is_hooked(tensors: Iterable[Tensor]) -> bool:
+    """Whether the user put hooks on some of these, which may do something else with the gradient in every step."""
+    return any(tensor._backward_hooks for tensor in tensors)
 
 
 def changed(walk: graph.Walk, names: Names) -> list[str]:

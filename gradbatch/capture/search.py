@@ -27,7 +27,7 @@ from gradbatch.capture.layouts import Owners
 from gradbatch.capture.memory import Memory
 from gradbatch.capture.nodes import Cut, site_of
 from gradbatch.capture.owners import Differentiate, find_owners
-from gradbatch.capture.passes import adjacent_tensors, maps_at, pruned_pass, roots_at
+from gradbatch.capture.passes import adjacent_tensors, is_hooked, maps_at, pruned_pass, roots_at
 from gradbatch.capture.propagation import Run
 from gradbatch.capture.reach import owners_by_reach
 from gradbatch.capture.recollection import Recollection
@@ -69,8 +69,7 @@ def explain(
     """
     watched = [*outputs, *roots]
     roots = list(map(in_front, watched))
-    outputs = roots[: len(outputs)]
-    arguments = outputs, cotangents, samples, names, roots, watched, earlier, memory, batch_dim
+    arguments = roots[: len(outputs)], cotangents, samples, names, roots, watched, earlier, memory, batch_dim
     search = _Search(*arguments)
     try:
         return search.run()
@@ -114,7 +113,8 @@ class _Search:
         self.exponents: Tensor | None = None
         self.doubted = False
         self.has_ids = samples.ids is not None
-        self.recollection = None if memory is None else self._recollection(memory)
+        hooked = memory is None or is_hooked(chain(self.watched, adjacent_tensors(self.walk)))
+        self.recollection = None if memory is None or hooked else self._recollection(memory)
 
     def _recollection(self, memory: Memory) -> Recollection | None:
         if self.has_ids or self.samples < 2:

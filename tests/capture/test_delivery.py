@@ -256,3 +256,20 @@ def test_results_are_in_the_order_of_the_parameters() -> None:
     for _ in range(STEADY):
         results = gradbatch.backward(model, sum_of_squares(model(draw(6, 5, 3))), *QUANTITIES)
     assert list(results[BatchGrad]) == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_a_call_with_several_places_is_evaluated_although_the_pass_frees_the_graph(kind: str) -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        output, state = self.recurrent(self.first(x))
+        state = state[1] if kind == "LSTM" else state
+        return torch.tanh(output).sum((0, 2)) + state.sum((0, 2))
+
+    recurrent = (nn.LSTM if kind == "LSTM" else nn.GRU)(4, 4, num_layers=2)
+    model = wired(forward, first=nn.Linear(3, 4), recurrent=recurrent)
+    for _ in range(STEADY + 1):
+        x = draw(3, 5, 3)
+        losses = lambda: sum_of_squares(model(x))  # noqa: E731, B023
+        assert_results(
+            gradbatch.backward(model, losses(), BatchGrad(), retain_graph=False), expected(model, losses)
+        )

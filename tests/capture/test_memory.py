@@ -254,3 +254,29 @@ def test_what_samples_shared_in_earlier_batches_may_be_their_own_later() -> None
         x = draw(3, 5, 4)
         losses = lambda: sum_of_squares(model(x, table))  # noqa: E731, B023
         assert_results(gradbatch.backward(model, losses(), BatchGrad()), expected(model, losses))
+
+
+@pytest.mark.parametrize("where", ["an input", "an output that is kept"])
+@pytest.mark.parametrize("when", ["put on later", "acts later"])
+def test_hooks_at_layers_that_mix_samples_later_are_noticed(when: str, where: str) -> None:
+    acts, kept = False, []
+
+    def hook(gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(0) if acts else gradient
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        output = self.a(x)
+        hidden = torch.tanh(output)
+        if acts or when == "acts later":
+            (hidden if where == "an input" else output).register_hook(hook)
+            kept[:] = [output] if where == "an output that is kept" else []
+        return self.b(hidden)
+
+    model = wired(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 2))
+    for _ in range(4):
+        x = draw(3, 4)
+        losses = lambda: sum_of_squares(model(x))  # noqa: E731, B023
+        assert_results(gradbatch.backward(model, losses(), BatchGrad()), expected(model, losses))
+    acts = True
+    with pytest.raises(CoupledSamples):
+        gradbatch.backward(model, sum_of_squares(model(draw(3, 4))), BatchGrad())
