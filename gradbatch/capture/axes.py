@@ -126,6 +126,11 @@ def _along(step: Step, axis: int, shape: Shape, _: int, below: Shape) -> int | N
     return None if axis in _saved_axes(step, "dim", len(below)) else axis
 
 
+def _sliced(_: Step, axis: int, shape: Shape, __: int, below: Shape) -> int | None:
+    """A slice as long as the whole is the whole."""
+    return axis if shape[axis] == below[axis] else None
+
+
 def _selected(step: Step, axis: int, _: Shape, __: int, below: Shape) -> int:
     return axis + (axis >= _wrapped(step.saved("dim"), len(below)))
 
@@ -209,10 +214,11 @@ _AXES: dict[str, Axis] = {
     ),
     **_named("Sum Mean Amax Amin Logsumexp Var Std LinalgVectorNorm Norm Prod Max Min", _reduced),
     **_named(
-        "Softmax SafeSoftmax LogSoftmax Cumsum Cumprod Slice Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes "
+        "Softmax SafeSoftmax LogSoftmax Cumsum Cumprod Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes "
         "Gather IndexSelect Sort Topk FftR2C FftC2R FftC2C",
         _along,
     ),
+    **_named("Slice", _sliced),
     **_named("Select Unbind", _selected),
     **_named("Cat", _along),
     **_named("Stack", _stacked),

@@ -11,10 +11,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Torch 2.6, whose streams of the CPU lack what its fully_shard asks of them.
+WITHOUT_STREAMS = "'Stream' object has no attribute 'record_event'"
 PATIENCE = 120  # seconds until a function that does not return has failed; none takes more than a few
 
 
@@ -52,14 +55,18 @@ class Processes:
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__name__, arguments))
         answers: list[Any] = []
+        cannot_shard = False
         for rank, pipe in enumerate(self._pipes):
             assert pipe.poll(PATIENCE), f"{function.__name__} hangs on rank {rank}"
             try:
                 failure, answer = pipe.recv()
             except EOFError:
                 failure, answer = None, None
-            assert failure is None, f"rank {rank}:\n{failure}"
+            cannot_shard |= WITHOUT_STREAMS in (failure or "")
+            assert cannot_shard or failure is None, f"rank {rank}:\n{failure}"
             answers.append(answer)
+        if cannot_shard:
+            pytest.skip("fully_shard of this version of torch does not run on the CPU")
         return answers
 
     def close(self) -> None:
