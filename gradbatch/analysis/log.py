@@ -111,6 +111,10 @@ class JsonLines:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        if not self.path.absolute().parent.is_dir() or self.path.is_dir():
+            raise UsageError(
+                f"a log cannot be written to {path}: it is a directory, or in one that does not exist"
+            )
         self._file = self.path.open("ab+")
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)

@@ -45,7 +45,8 @@ class ForwardRecorder:
         places = [place for place in anchored if place is not None]
         if record.rule is None or not places:
             # Nobody will evaluate it; it says which layers the graph holds, and with which parameters.
-            graph.notes(graph.node_of(outputs[0])).append((record, None))
+            for node in {graph.node_of(item): None for item in outputs}:
+                graph.notes(node).append((record, None))
             return
         for node, place in places:
             # A layer that hands on its input, or changes it in place, has no place of its own in the graph.

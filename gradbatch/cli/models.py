@@ -113,7 +113,11 @@ def from_transformers(name: str, settings: Mapping[str, Any], inputs: Sequence[s
         for key in settings:
             if not hasattr(default, key):
                 raise UsageError(f"--config {key}: {name} has no such field{_close(key, vars(default))}")
-        chosen = {**_small(default), **settings}
+        # Configurations give fields other names: of two for one field, the library would take either.
+        own = getattr(kind, "attribute_map", {})
+        chosen = {
+            own.get(key, key): value for each in (_small(default), settings) for key, value in each.items()
+        }
         config = kind(**chosen)
         # The grouped kernel for experts does not take float64.
         eager = {"experts_implementation": "eager"} if hasattr(config, "_experts_implementation") else {}
@@ -216,7 +220,17 @@ def _saying(what: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"{what}: {words(error)}") from error
+        raise UsageError(f"{what}: {words(error)}{_mismatch(error)}") from error
+
+
+def _mismatch(error: BaseException) -> str:
+    """What to do where torchvision, which the others import, was built for another torch."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    if not any("torchvision::" in str(cause) for cause in causes):
+        return ""
+    return ". The installed torchvision was built for another torch: install both anew, from one source"
 
 
 def _imported(package: str, option: str) -> Any:

@@ -318,9 +318,14 @@ class Private:
                 "a GradScaler would divide the private gradient by its scale: call optimizer.step() without it, and "
                 "pass loss_scale to private.backward"
             )
-        if self._batch.records is None or not self._gradient:
+        if self._batch.records is None:
             raise UsageError(
                 "optimizer.step() without a batch: take one from private.loader, call private.backward on its losses"
+            )
+        if not self._gradient:
+            raise UsageError(
+                "optimizer.step() before private.backward: whatever is in p.grad is not clipped, as a plain "
+                "loss.backward() leaves it. Call private.backward on the losses of the batch, one a record"
             )
         self._batch.check_complete()
         most = self._schedule.steps_at_most

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -108,6 +109,7 @@ def make_private(
         if not isinstance(optimizer, Optimizer):
             raise UsageError(f"the optimizer is a torch.optim.Optimizer, not a {type(optimizer).__name__}")
         schedule = _schedule(loader, sampling, epochs, target_epsilon is not None, ranks)
+        _warn_of(delta, schedule)
         if noise_multiplier is None or target_epsilon is not None:
             noise_multiplier = _noise_for(schedule, noise_multiplier, target_epsilon, delta, accountant)
         if not 0 <= noise_multiplier < float("inf"):
@@ -139,6 +141,19 @@ def make_private(
     except BaseException:
         private.close()
         raise
+
+
+def _warn_of(delta: float | None, schedule: Schedule) -> None:
+    """Warn where a mechanism that publishes a record or two as they are would be private enough."""
+    if delta is None or not schedule.sample_rate:
+        return
+    records = schedule.expected_batch_size / schedule.sample_rate
+    if delta * records >= 1:
+        warnings.warn(
+            f"make_private: delta is {delta:g}, with {records:.0f} records. To publish one of them outright has a "
+            f"delta of {1 / records:.2g}; take it well below that",
+            stacklevel=4,
+        )
 
 
 def _schedule(loader: Any, sampling: str, epochs: int, is_planned: bool, ranks: Ranks) -> Schedule:

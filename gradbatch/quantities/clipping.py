@@ -89,9 +89,9 @@ class ClippedSum(Quantity):
     def __post_init__(self) -> None:
         bounds = self.max_norm if isinstance(self.max_norm, Mapping) else {"": self.max_norm}
         for pattern, bound in bounds.items():
-            if not 0 < bound < math.inf:
+            if not isinstance(bound, (int, float)) or not 0 < bound < math.inf:
                 of_group = f" of {pattern!r}" if pattern else ""
-                raise UsageError(f"max_norm{of_group} is {bound}; it is a positive number")
+                raise UsageError(f"max_norm{of_group} is {bound!r}; it is a positive number")
         if not bounds:
             raise UsageError("max_norm is an empty mapping; it has a bound for each group of parameters")
         if self.style not in ("hard", "normalise"):

@@ -89,7 +89,7 @@ def test_plain_gradients_alone_or_before_are_not_stepped_on() -> None:
     run = Run()
     batch = next(iter(run.private.loader))
     plain_backward(run, batch)
-    unchanged(run, "call private.backward on its losses")
+    unchanged(run, r"a plain loss\.backward\(\) leaves it\. Call private.backward")
     with pytest.raises(UsageError, match=r"0\.weight has a gradient before private.backward"):
         run.private.backward(losses_of(run.model, batch))
     run.optimizer.zero_grad()

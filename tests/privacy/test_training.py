@@ -237,3 +237,8 @@ def test_the_model_is_extended_and_otherwise_as_it_was() -> None:
     privacy.make_private(model, sgd(model), loader, noise_multiplier=1.0)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert gradbatch.per_sample_grads(model, model(torch.randn(2, 6)).sum(1))["0.bias"].shape == (2, 8)
+
+
+def test_a_delta_that_one_record_published_outright_would_have_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=rf"delta is 0\.1, with {RECORDS} records"):
+        Run(noise_multiplier=1.0, delta=0.1)
