@@ -33,7 +33,7 @@ class Drawn:
 
     def __init__(self, loader: Iterable[list[Tensor]]) -> None:
         self._batches = iter(loader)
-        self.current = Batch(*next(self._batches))
+        self.current: Batch | None = None
 
     def next(self) -> Batch:
         """Draw another one."""
@@ -44,6 +44,7 @@ class Drawn:
         return getattr(self.current, name)
 
     def __len__(self) -> int:
+        assert self.current is not None
         return len(self.current)
 
 
@@ -111,7 +112,7 @@ def peer(
 
 def measure(name: str, fixed: bool, repeats: int, peers: list[str]) -> str:
     """The line of one model."""
-    case, steps = CASES[name], repeats + WARM_UP + 1
+    case, steps = CASES[name], repeats + WARM_UP
     model, data = case.build(torch.device("cpu"), samples=40 * case.samples)
 
     def prepared(make: Callable[..., Callable[[], object]], *more: object) -> Callable[[], object]:
