@@ -98,8 +98,9 @@ def find_owners(
     dead = torch.zeros(samples, dtype=torch.bool, device="cpu")
     passes = _Passes(differentiate, sites, tags, samples, weight_like, follow and cache(follow))
     found: _Found | None = None
+    plain: list[Outputs] = []
     for _ in range(ATTEMPTS):
-        found = None  # its gradients go before others come
+        found, plain = None, []  # their gradients go before others come
         plain = passes.collected(base)
         shift = _shift_of(_largest_of(plain), precision) if samples > 1 else 0
         if shift:

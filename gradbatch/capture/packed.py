@@ -2,8 +2,8 @@
 
 A region under activation checkpointing is run again once a pass, and hands out each saved tensor once: whoever reads it
 in somebody else's pass takes it away from the node. Torch shows what it keeps in place of a saved tensor, and there a
-tensor that was handed out can be left. Where it does not (before 2.8), and for packing of other kinds, the reader needs
-a pass of its own, for which the whole region is run once more.
+tensor that was handed out can be left. Where it does not (2.6 does not), and for packing of other kinds, the reader
+needs a pass of its own, for which the whole region is run once more.
 """
 
 from __future__ import annotations
