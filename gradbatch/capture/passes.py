@@ -196,8 +196,12 @@ def adjacent_tensors(walk: graph.Walk) -> Iterator[Tensor]:
 
 
 def is_hooked(tensors: Iterable[Tensor]) -> bool:
-    """Whether the user put hooks on some of these, which may do something else with the gradient in every step."""
-    return any(tensor._backward_hooks for tensor in tensors)
+    """Whether the user put hooks on some of these, which may do something else with the gradient in every step.
+
+    Those of torch's own (``fully_shard``, ``register_multi_grad_hook``) look at gradients and leave them as they are.
+    """
+    hooks = [hook for tensor in tensors for hook in (tensor._backward_hooks or {}).values()]
+    return not all(getattr(hook, "__module__", "").startswith(("torch.", "gradbatch.")) for hook in hooks)
 
 
 def changed(walk: graph.Walk, names: Names) -> list[str]:

@@ -280,3 +280,17 @@ def test_hooks_at_layers_that_mix_samples_later_are_noticed(when: str, where: st
     acts = True
     with pytest.raises(CoupledSamples):
         gradbatch.backward(model, sum_of_squares(model(draw(3, 4))), BatchGrad())
+
+
+def test_hooks_that_only_look_do_not_make_every_step_be_measured(measurements: Measurements) -> None:
+    seen: list[Sequence[Tensor | None]] = []
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.a(x))
+        torch.autograd.graph.register_multi_grad_hook([hidden], seen.append)
+        return self.b(hidden)
+
+    model = wired(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 2))
+    step = lambda: gradbatch.per_sample_grads(model, sum_of_squares(model(draw(3, 4))))  # noqa: E731
+    assert [measurements.of(step) for _ in range(4)] == [1, 1, 0, 0]
+    assert seen
