@@ -7,10 +7,13 @@ materialised gradients. :class:`GradientMonitor` measures them while a model is 
 
 from gradbatch.analysis.agreement import (
     coherence as coherence,
+    coherence_interval as coherence_interval,
     confusion as confusion,
     cosines as cosines,
     diversity as diversity,
+    diversity_interval as diversity_interval,
     stiffness as stiffness,
+    stiffness_interval as stiffness_interval,
 )
 from gradbatch.analysis.batch_size import (
     BatchTest as BatchTest,
@@ -29,6 +32,7 @@ from gradbatch.analysis.elementwise import (
     stopping_evidence as stopping_evidence,
 )
 from gradbatch.analysis.influence import SampleScores as SampleScores, influence as influence
+from gradbatch.analysis.intervals import mean_interval as mean_interval
 from gradbatch.analysis.log import (
     Csv as Csv,
     JsonLines as JsonLines,

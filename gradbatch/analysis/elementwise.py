@@ -16,8 +16,13 @@ def stopping_evidence(count: int, means: Mapping[str, Tensor], variances: Mappin
 
     .. math:: 1 - \frac{N}{D} \sum_k \frac{\bar g_k^2}{\hat \sigma_k^2}
 
-    Where the true gradient is zero and samples are many, each term is one on average, and the evidence zero. It needs
-    no validation set. One batch scatters; average over some.
+    Where the true gradient is zero and samples are many, each term is one on average, and the evidence zero (of ``N``
+    samples with normal gradients, :math:`-2 / (N - 3)`). It needs no validation set.
+
+    One batch scatters; average over some, with :func:`mean_interval` of their evidences. One batch alone has no honest
+    interval: the scatter of its terms over elements would give one if elements were independent, but each sample
+    enters all of them. Of a linear layer with 20 weights that interval covers the truth in 65% of batches instead of
+    95%, of wider layers in fewer; over 16 batches, the interval of their mean does in 93%.
 
     Args:
         count: ``N``.

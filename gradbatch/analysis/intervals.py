@@ -83,3 +83,60 @@ def fieller(
     low = torch.where(bounded, (middle - root) / leading, -math.inf)
     high = torch.where(bounded, (middle + root) / leading, math.inf)
     return low, high
+
+
+def mean_interval(values: Tensor, level: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Confidence interval of what batches say on average, by Student's distribution.
+
+    For a number that each batch gives anew, such as the evidence for stopping. It takes batches for independent draws
+    from one state of the model, and asks nothing of what is inside a batch: elements, layers and samples may depend on
+    each other as they like.
+
+    Args:
+        values: one a batch, ``[*shape, B]``.
+        level: chance to cover the mean over all batches of this size, if these are many or their values near normal.
+
+    Returns: lower and upper ends, ``[*shape]``, float64.
+
+    Raises:
+        UsageError: the level is not between 0 and 1.
+
+    Edge cases: from minus to plus infinity for fewer than four batches, and where one is not finite.
+
+    Example:
+        >>> import torch
+        >>> from gradbatch.analysis import mean_interval
+        >>> mean_interval(torch.tensor([0.1, -0.3, -0.2, 0.0, -0.1]))
+        (tensor(-0.2958, dtype=torch.float64), tensor(0.0958, dtype=torch.float64))
+    """
+    known = values.detach().to("cpu", torch.double)
+    count, mean = known.shape[-1], known.mean(-1)
+    error = ((known - mean[..., None]).square().mean(-1) / (count - 1)).sqrt()
+    half = error * student_quantile(level, torch.tensor(count - 1.0))
+    return ends(mean, half, -math.inf, math.inf)
+
+
+def ends(middle: Tensor, half: Tensor, least: float, most: float) -> tuple[Tensor, Tensor]:
+    """Both ends of an interval, no further than ``least`` and ``most``, and there where the width is not known."""
+    known = half.isfinite()
+    low = torch.where(known, middle - half, least).clamp_min(least)
+    return low, torch.where(known, middle + half, most).clamp_max(most)
+
+
+def jackknife_variance(without: Tensor) -> Tensor:
+    r"""Variance of an estimate, from the estimates that leave out one sample each.
+
+    .. math:: \frac{N - 1}{N} \sum_n \big( \hat\theta_{-n} - \bar\theta \big)^2
+
+    Args:
+        without: the estimates without each sample, ``[*shape, N]``.
+
+    Returns: ``[*shape]``.
+
+    Edge cases: on average not too small, and too large where the estimate is of pairs of samples that have nothing in
+    common: twice as large where that is all there is. An interval is then too wide.
+
+    References:
+        The Jackknife Estimate of Variance (Efron, Stein, 1981), https://doi.org/10.1214/aos/1176345462
+    """
+    return (without.shape[-1] - 1) * (without - without.mean(-1, keepdim=True)).square().mean(-1)

@@ -7,6 +7,9 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+import torch
+
+from gradbatch.analysis.intervals import FEWEST, mean_interval
 from gradbatch.analysis.log import Log, Record
 from gradbatch.analysis.norms import LEVELS
 from gradbatch.analysis.parts import part_noise
@@ -170,23 +173,27 @@ def agreement(log: Log) -> Figure:
 def evidence(log: Log) -> Figure:
     """Evidence that what is left of the gradient is noise, against the step; above the line, training may stop.
 
+    The mean over some batches has the 95% interval of :func:`~gradbatch.analysis.mean_interval`.
+
     Args:
         log: of a monitor with the preset ``"full"``.
 
     Raises:
         UsageError: matplotlib is not installed, or no record has evidence.
+
+    Edge cases: no interval where a mean is over fewer than four batches.
     """
     known = [(record.step, value) for record in log.records if (value := evidence_of(record)) is not None]
     if not known:
         raise UsageError('no record has evidence for stopping; measure it with preset="full"')
     figure, axes = _figure("step", "evidence")
     axes.plot(*zip(*known, strict=True), ".", color=GREY, markersize=3, label="a batch")
-    size = -(-len(known) // MOST_WINDOWS)
-    means = [
-        [sum(column) / len(part) for column in zip(*part, strict=True)]
-        for part in (known[start : start + size] for start in range(0, len(known), size))
-    ]
-    axes.plot(*zip(*means, strict=True), color=BLUE, marker="o", markersize=3.5, label="mean")
+    size = max(FEWEST, -(-len(known) // MOST_WINDOWS))
+    parts = torch.tensor(known, dtype=torch.double).split(size)
+    steps, means = torch.stack([part.mean(0) for part in parts]).unbind(1)
+    low, high = torch.tensor([mean_interval(part[:, 1]) for part in parts]).unbind(1)
+    axes.fill_between(steps, low, high, where=high.isfinite(), color=BLUE, alpha=0.18, linewidth=0)
+    axes.plot(steps, means, color=BLUE, marker="o", markersize=3.5, label="mean")
     axes.axhline(0, color=RED, linewidth=1.2, linestyle="--", label="only noise is left")
     _legend(axes)
     return figure

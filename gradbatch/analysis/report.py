@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from gradbatch.analysis import page, plots
-from gradbatch.analysis.log import Log, read_log
+from gradbatch.analysis.agreement import stiffness, stiffness_interval
+from gradbatch.analysis.log import Log, Record, read_log
 from gradbatch.analysis.noise import NoiseScale
-from gradbatch.analysis.parts import By, parts_of
+from gradbatch.analysis.parts import By, numbers, parts_of
 from gradbatch.analysis.summary import evidence, recent, sizes_by_test, warnings, whole_noise
 from gradbatch.errors import UsageError
 
@@ -129,16 +132,28 @@ def _pictures(log: Log) -> list[tuple[str, Figure]]:
         caption = "Samples that were most often among the largest of their batch (how often), by id."
         figures.append((caption, plots.hardest_samples(log)))
     if any(evidence(record) is not None for record in records):
-        caption = "Evidence that what is left of the gradient is noise: above 0, training may stop."
+        caption = (
+            "Evidence that what is left of the gradient is noise, with the 95% interval of its mean: above 0, "
+            "training may stop."
+        )
         figures.append((caption, plots.evidence(log)))
     with_cosines = [record for record in records if record.cosines]
     if with_cosines:
         caption = (
             f"Angles between the gradients of the first samples of a batch, in step {with_cosines[-1].step}: blue "
-            "samples pull in one direction, red ones against each other."
+            f"samples pull in one direction, red ones against each other. {_agreement(with_cosines[-1])}"
         )
         figures.append((caption, plots.agreement(log)))
     return figures
+
+
+def _agreement(record: Record) -> str:
+    angles = torch.stack([numbers(row) for row in record.cosines or ()])
+    same = torch.zeros(len(angles))
+    mean, (_, low, high) = float(stiffness(angles, same)[1]), stiffness_interval(angles, same)
+    if math.isnan(mean):
+        return ""
+    return f"The mean cosine of a pair is {mean:.2f} (95% interval {float(low):.2f} to {float(high):.2f})."
 
 
 def summary(log: Log) -> list[str]:

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import shutil
+import statistics
 import subprocess
 from collections import Counter
 from collections.abc import Callable
@@ -327,15 +328,18 @@ def test_pictures_show_the_numbers_of_the_log(tmp_path: Path) -> None:
     image = plots.agreement(log).axes[0].images[0].get_array()
     assert image is not None and image.tolist() == entries[-1].cosines
     batches, mean, zero = plots.evidence(log).axes[0].lines
-    assert entries[3].evidence_sums
-    expected = 1 - 32 * sum(value or 0 for value in entries[3].evidence_sums) / 6
-    assert batches.get_ydata()[3] == pytest.approx(expected) and zero.get_ydata()[0] == 0
-    assert len(mean.get_xdata()) == 14, "three batches a mark"
+    four = [1 - 32 * sum(value or 0 for value in entry.evidence_sums or ()) / 6 for entry in entries[:4]]
+    assert batches.get_ydata()[:4] == pytest.approx(four) and zero.get_ydata()[0] == 0
+    assert len(mean.get_xdata()) == 10, "four batches a mark, as few as have an interval"
+    (band,) = plots.evidence(log).axes[0].collections
+    ends = [y for x, y in band.get_paths()[0].vertices if x == mean.get_xdata()[0]]
+    assert max(ends) - min(ends) == pytest.approx(3.182 * statistics.stdev(four), rel=0.01), "Student's"
 
 
 def test_the_page_has_a_picture_of_all_that_was_measured(tmp_path: Path) -> None:
     text = page(tmp_path, in_full(records(range(40))))
     assert text.count("data:image/svg+xml;base64,") == 7 and "in step 39" in words(text)
+    assert re.search(r"mean cosine of a pair is -?0\.0\d \(95% interval -0\.\d\d to 0\.\d\d\)", words(text))
     from gradbatch.analysis import plots
 
     log = read_log(written(tmp_path / "without.jsonl", records(range(40))))
