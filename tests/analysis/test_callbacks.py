@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gradbatch import UnsupportedLayer, UsageError
 from gradbatch.analysis import GradientMonitor, Record, lightning_callback, read_log, transformers_callback
+from gradbatch.analysis.callbacks import LIGHTNING
 from tests.zoo.torchvision_shim import make_torchvision_importable
 
 # Of other libraries; what gradbatch warns of is an error in every other test.
@@ -264,14 +265,25 @@ def fit(lightning: Any, lit: Any, callback: Any, directory: Path, size: int, **o
     return trainer
 
 
-@pytest.mark.parametrize(("whole", "micro_batches"), [(True, 1), (False, 1), (False, 2)])
+@pytest.mark.parametrize(
+    ("name", "whole", "micro_batches"),
+    [
+        ("pytorch_lightning", True, 1),
+        ("pytorch_lightning", False, 2),
+        ("lightning.pytorch", False, 1),
+        ("lightning.pytorch", True, 2),
+    ],
+)
 def test_the_trainer_of_lightning_logs_what_plain_training_has(
-    tmp_path: Path, whole: bool, micro_batches: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, whole: bool, micro_batches: int
 ) -> None:
-    lightning = imported("pytorch_lightning")
+    lightning = imported(name)
+    for other in {*LIGHTNING} - {name}:
+        monkeypatch.delitem(sys.modules, other, raising=False)  # of the two, a program uses one
     lit = lightning_module(lightning, whole)
     monitor = GradientMonitor(lit if whole else lit.network, tmp_path / "run.jsonl", every=2)
     callback = lightning_callback(monitor, ids=lambda batch: batch["id"])
+    assert isinstance(callback, lightning.Callback)
     trainer = fit(
         lightning, lit, callback, tmp_path, 4 // micro_batches, accumulate_grad_batches=micro_batches
     )
@@ -326,7 +338,7 @@ def test_a_step_that_fails_is_let_go_of_and_manual_optimization_is_refused(tmp_p
 
 
 def test_without_the_library_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("transformers", "lightning.pytorch", "pytorch_lightning"):
+    for name in ("transformers", *LIGHTNING):
         monkeypatch.setitem(sys.modules, name, None)
     monitor = GradientMonitor(Network())
     with pytest.raises(UsageError, match="pip install transformers"):
