@@ -120,6 +120,20 @@ def rms_norms(log: Log, records: Sequence[Record], by: By = "layer") -> list[flo
     return norms
 
 
+def step_sizes(log: Log) -> dict[int, int]:
+    """Samples of each measured step, of all ranks together."""
+    sizes: dict[int, int] = {}
+    for record in log.records:
+        sizes[record.step] = sizes.get(record.step, 0) + record.samples
+    return sizes
+
+
+def batch_size(log: Log, records: Sequence[Record]) -> float:
+    """Samples of a step on average, of all ranks together, over the steps that these records are of."""
+    sizes, steps = step_sizes(log), {record.step for record in records}
+    return sum(sizes[step] for step in steps) / len(steps)
+
+
 @dataclass(frozen=True)
 class Part:
     """The gradients of a part of the model at the end of a run.
@@ -130,7 +144,7 @@ class Part:
         norm: root of the mean squared norm of a sample's gradient; NaN without finite records.
         noise: its noise scale; NaN for a part without gradients.
         interval: of the noise scale.
-        signal_to_noise: of the mean gradient over a batch.
+        signal_to_noise: of the mean gradient over a batch, of all ranks together.
         share: of the noise of all parameters together.
     """
 
@@ -153,7 +167,7 @@ def parts_of(log: Log, records: Sequence[Record], by: By = "layer") -> list[Part
     """
     names, noise = part_noise(log, records, by)
     elements = partition(log.run, by).sums(torch.tensor(list(log.run.parameters.values())))
-    batch = sum(record.samples for record in records) / len(records)
+    batch = batch_size(log, records)
     low, high = noise.interval()
     everything = part_noise(log, records, "parameter")[1].variance().nansum()
     found = zip(

@@ -12,7 +12,7 @@ import torch
 from gradbatch.analysis.intervals import FEWEST, mean_interval
 from gradbatch.analysis.log import Log, Record
 from gradbatch.analysis.norms import LEVELS
-from gradbatch.analysis.parts import part_noise
+from gradbatch.analysis.parts import batch_size, part_noise, step_sizes
 from gradbatch.analysis.summary import MOST_WINDOWS, evidence as evidence_of, whole_noise, windows
 from gradbatch.errors import UsageError
 
@@ -47,7 +47,7 @@ def noise_scale(log: Log) -> Figure:
             resolved.append((middle, value, float(low), float(high)))
         elif value > 0:
             unresolved.append((middle, float(low)))
-    batches = [(record.step, record.samples) for record in log.records]
+    batches = sorted(step_sizes(log).items())
     marks = [value for _, value, _, _ in resolved] + [low for _, low in unresolved]
     marks += [samples for _, samples in batches]
     marks = [mark for mark in marks if 0 < mark < math.inf]
@@ -215,8 +215,7 @@ def layer_signal(log: Log) -> Figure:
     names: list[str] = []
     for stretch in stretches:
         names, noise = part_noise(log, stretch)
-        batch = sum(record.samples for record in stretch) / len(stretch)
-        columns.append(noise.signal_to_noise(batch).tolist()[:MOST_ROWS])
+        columns.append(noise.signal_to_noise(batch_size(log, stretch)).tolist()[:MOST_ROWS])
     shown = names[:MOST_ROWS]
     figure, axes = _figure("step", "", height=max(2.6, 1.2 + 0.22 * len(shown)))
     norm = importlib.import_module("matplotlib.colors").LogNorm(0.01, 100)

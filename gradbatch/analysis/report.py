@@ -14,7 +14,7 @@ from gradbatch.analysis import page, plots
 from gradbatch.analysis.agreement import stiffness, stiffness_interval
 from gradbatch.analysis.log import Log, Record, read_log
 from gradbatch.analysis.noise import NoiseScale
-from gradbatch.analysis.parts import By, numbers, parts_of
+from gradbatch.analysis.parts import By, batch_size, numbers, parts_of, step_sizes
 from gradbatch.analysis.summary import evidence, recent, sizes_by_test, warnings, whole_noise
 from gradbatch.errors import UsageError
 
@@ -85,8 +85,9 @@ def render(log: Log, source: str) -> str:
     """
     figures, records = _pictures(log), log.records
     steps = f"steps {records[0].step} to {records[-1].step}"
+    ranks = f" of {len(log.ranks)} ranks" if len(log.ranks) > 1 else ""
     about = (
-        f"{source}: {_count(len(records), 'measured step')}, {steps}, "
+        f"{source}: {_count(len(step_sizes(log)), 'measured step')}{ranks}, {steps}, "
         f"{_count(sum(log.run.parameters.values()), 'parameter')} in {_count(len(log.run.parameters), 'tensor')}."
     )
     return page.page(
@@ -162,7 +163,7 @@ def summary(log: Log) -> list[str]:
     Args:
         log: with one record at least.
     """
-    noise, batch = whole_noise(recent(log)), _batch(log)
+    noise, batch = whole_noise(recent(log)), batch_size(log, recent(log))
     (low, high), value = map(float, noise.interval()), float(noise.value())
     if math.isnan(value):
         return [
@@ -210,7 +211,7 @@ def _cards(log: Log) -> list[tuple[str, str]]:
     bad = sum(record.non_finite for record in log.records)
     return [
         (_estimate(noise), f"noise scale at the end, in samples ({_rounded(low)} to {_bounded(high)})"),
-        (_rounded(_batch(log)), "samples a step, on average"),
+        (_rounded(batch_size(log, recent(log))), "samples a step, on average"),
         ("–" if median is None else f"{median:.3g}", "median norm of a sample's gradient, last record"),
         (f"{bad:,}", "gradients that are not finite"),
     ]
@@ -250,11 +251,6 @@ def _test_rows(log: Log) -> list[list[str]]:
 def _where(log: Log) -> str:
     records = recent(log)
     return f"steps {records[0].step} to {records[-1].step}, {_count(len(records), 'record')}"
-
-
-def _batch(log: Log) -> float:
-    records = recent(log)
-    return sum(record.samples for record in records) / len(records)
 
 
 def _estimate(noise: NoiseScale) -> str:

@@ -14,7 +14,7 @@ from gradbatch.analysis.batch_size import BatchTest, inner_product_test, norm_te
 from gradbatch.analysis.log import Log, Record, total
 from gradbatch.analysis.noise import NoiseScale
 from gradbatch.analysis.norms import norm_quantiles
-from gradbatch.analysis.parts import partition, rms_norms
+from gradbatch.analysis.parts import partition, rms_norms, step_sizes
 
 MOST_WINDOWS, LEAST_RECORDS = 16, 20
 EXPLODED = 100.0  # times its usual norm
@@ -66,7 +66,7 @@ class SizeByTest:
     Args:
         test: its name.
         median, lower, upper: median and quartiles over records.
-        passed: part of the records whose batch passed.
+        passed: part of the records in which the step's batch, of all ranks together, was as large.
     """
 
     test: str
@@ -78,7 +78,8 @@ class SizeByTest:
 
 def sizes_by_test(log: Log) -> list[SizeByTest]:
     """What the tests of batch sizes say of the recent records; those that the log has the numbers for."""
-    tests: dict[str, list[BatchTest]] = {}
+    tests: dict[str, list[tuple[BatchTest, bool]]] = {}
+    sizes = step_sizes(log)
     for record in recent(log):
         squares, square, dots = total(record.sum_of_squares), total(record.square_of_sum), record.dot_squares
         if squares is None or square is None:
@@ -89,12 +90,13 @@ def sizes_by_test(log: Log) -> list[SizeByTest]:
             made["orthogonality test"] = orthogonality_test(record.samples, squares, square, dots)
         for name, result in made.items():
             if not math.isnan(result.ratio):
-                tests.setdefault(name, []).append(result)
+                enough = result.batch_size <= sizes[record.step]
+                tests.setdefault(name, []).append((result, enough))
     found = []
     for name, results in tests.items():
-        sizes = torch.tensor([result.batch_size for result in results])
-        median, lower, upper = norm_quantiles(sizes, (0.5, 0.25, 0.75)).tolist()
-        passed = sum(result.passed for result in results) / len(results)
+        asked = torch.tensor([result.batch_size for result, _ in results])
+        median, lower, upper = norm_quantiles(asked, (0.5, 0.25, 0.75)).tolist()
+        passed = sum(enough for _, enough in results) / len(results)
         found.append(SizeByTest(name, median, lower, upper, passed))
     return found
 

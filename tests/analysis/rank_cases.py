@@ -12,10 +12,30 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import gradbatch
-from gradbatch import BatchL2Grad, SumGradSquared
-from gradbatch.analysis import FisherDiagonal, GradientMonitor, NoiseScale, RandomProjection, SampleScores
+from gradbatch import BatchGrad, BatchL2Grad, SumGradSquared
+from gradbatch.analysis import (
+    FeatureStore,
+    FisherDiagonal,
+    GradientMonitor,
+    NoiseScale,
+    RandomProjection,
+    SampleScores,
+    SumL2Grad,
+    cabs_batch_size,
+    coherence,
+    coherence_interval,
+    confusion,
+    cosines,
+    diversity,
+    inner_product_test,
+    norm_test,
+    orthogonality_test,
+    stiffness,
+    stopping_evidence,
+)
 
 STEPS, SHARE, RATE = 5, 6, 0.1
+UNEQUAL = (slice(0, 5), slice(3, 12))  # two samples are in both, as where a sampler fills up the last batch
 
 
 def network() -> nn.Sequential:
@@ -77,3 +97,58 @@ def collected(rank: int) -> dict[str, Any]:
     scores.merge(others)
     fisher.merge(theirs)
     return {"scores": scores.mean(), "fisher": fisher.value(), "features": torch.cat([rows, more])}
+
+
+def pooled(rank: int, directory: str) -> dict[str, Any]:
+    """What says something of all ranks' samples together, where one rank has more of them."""
+    model, own, projection = gradbatch.extend(network()), UNEQUAL[rank], RandomProjection(16)
+    wrapped = DistributedDataParallel(model)
+    x, y = (tensor[own] for tensor in batch(0))
+    asked = (BatchGrad(), BatchL2Grad(), SumL2Grad(), SumGradSquared(), projection)
+    with gradbatch.compute(model, *asked, loss_reduction="mean") as results:
+        loss = F.cross_entropy(wrapped(x), y)
+        loss.backward()
+    rows = results[BatchGrad]
+    noise = NoiseScale()
+    noise.update(len(x), results[BatchL2Grad].total().sum(), results[SumL2Grad].total())
+
+    # What adds up over ranks: sums of gradients before they are squared, sums of squares, losses times samples.
+    means = {name: grad.sum(0) for name, grad in rows.items()}
+    squares = results[SumGradSquared]
+    count, losses = torch.tensor(len(x)), loss.detach() * len(x)
+    for tensor in (*means.values(), *squares.values(), count, losses):
+        dist.all_reduce(tensor)
+    n = int(count)
+    variances = {name: (squares[name] - means[name] ** 2 / n) / (n - 1) for name in means}
+    total = torch.cat([mean.flatten() for mean in means.values()])
+
+    # What is of each sample or pair is put one after another.
+    mine = torch.cat([grad.flatten(1) for grad in rows.values()], 1)
+    ids, scores = torch.arange(12)[own], SampleScores(12)
+    scores.update(ids, results[BatchL2Grad].total().sqrt())
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, (mine, y, mine @ total, ids, results[projection].total(), scores))
+    all_rows, labels, dots, all_ids, features = (torch.cat([each[k] for each in everyone]) for k in range(5))
+    everyone[0][5].merge(everyone[1][5])
+    gram = all_rows @ all_rows.mT
+    sums = float(gram.trace()), float(total.square().sum())
+    found = {
+        "coherence": (
+            coherence(gram.trace(), total.square().sum()),
+            *coherence_interval(gram.diagonal(), dots),
+        ),
+        "diversity": diversity(gram.trace(), total.square().sum()),
+        "confusion": confusion(gram),
+        "cosines": cosines(gram),
+        "stiffness": stiffness(gram, labels)[1],
+        "norm": norm_test(n, *sums),
+        "inner product": inner_product_test(n, sums[1], float(dots.square().sum())),
+        "orthogonality": orthogonality_test(n, *sums, float(dots.square().sum())),
+        "cabs": cabs_batch_size(float(summed(noise).variance()), float(losses / n), RATE),
+        "evidence": stopping_evidence(n, {name: mean / n for name, mean in means.items()}, variances),
+        "scores": everyone[0][5].mean(),
+    }
+    if rank == 0:  # a store takes one writer
+        FeatureStore(Path(directory) / "features", 12, projection).write(all_ids, features)
+    dist.barrier()
+    return found | {"influence": FeatureStore(Path(directory) / "features").influence(features[:2])}

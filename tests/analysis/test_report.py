@@ -213,7 +213,8 @@ def test_a_log_cut_off_makes_a_page_that_says_so(tmp_path: Path) -> None:
 def test_ranks_are_pooled(tmp_path: Path) -> None:
     paths = [written(tmp_path / f"{rank}.jsonl", records(range(20))) for rank in (0, 1)]
     text = words(write_report(paths, tmp_path / "report.html").read_text())
-    assert "0.jsonl, 1.jsonl: 40 measured steps, steps 0 to 19" in text
+    assert "0.jsonl, 1.jsonl: 20 measured steps of 2 ranks, steps 0 to 19" in text
+    assert "The run used 64 a step" in text
 
 
 def test_the_command_writes_the_page_and_says_why_it_cannot(tmp_path: Path) -> None:
