@@ -6,6 +6,7 @@ the path, the whole report is photographed as well.
 
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -24,7 +25,7 @@ WINDOW = (980, 800)  # of the report's photograph: wide enough for two columns, 
 
 
 def main() -> None:
-    """Train, draw, and say which of the hardest digits have a wrong label."""
+    """Train, draw, and say which digits have a wrong label."""
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.from_numpy(digits.images).float()[:, None] / 16
@@ -40,7 +41,7 @@ def main() -> None:
         page = write_report(path, Path(directory) / "report.html")
         if browser := shutil.which("chromium"):
             photograph(browser, page, FOLDER / "report.png")
-    print(f"{len(wrong)} wrong labels: {sorted(wrong.tolist())}")
+    sys.stdout.write(f"{len(wrong)} wrong labels: {sorted(wrong.tolist())}\n")
 
 
 def network() -> nn.Sequential:

@@ -262,12 +262,12 @@ def stiffness_interval(
     rows, pairs = values @ member, counted @ member  # [N, C]
     sums, counts = member.mT @ rows, member.mT @ pairs  # [C, C]
     # In the sums of its own class, a sample is in a row and in a column.
-    times, own = 1 + member, member.argmax(1)
-    without = (sums[own] - times * rows) / (counts[own] - times * pairs)
+    times = 1 + member
+    without = (member @ sums - times * rows) / (member @ counts - times * pairs)
     variances, degrees = torch.full_like(sums, math.nan), torch.full_like(sums, math.nan)
     alive = counted.any(1)
     for place in range(len(classes)):
-        inside = without[(own == place) & alive]
+        inside = without[(member[:, place] > 0) & alive]
         variances[place], degrees[place] = jackknife_variance(inside.mT), len(inside) - 1
     # Of two classes the samples are drawn one by one, and variances add up; degrees of freedom by Welch.
     apart = ~torch.eye(len(classes), dtype=torch.bool)
@@ -289,7 +289,7 @@ def _agreements(gram: Tensor, labels: Tensor, kind: str) -> tuple[Tensor, Tensor
     counted.fill_diagonal_(False)
     values = torch.where(counted, cosine if kind == "cosine" else cosine.sign(), 0)
     classes, places = labels.to(gram.device).unique(return_inverse=True)
-    member = torch.nn.functional.one_hot(places, len(classes)).to(gram.dtype)
+    member = (places[:, None] == torch.arange(len(classes), device=gram.device)).to(gram.dtype)
     return classes, member, counted.to(gram.dtype), values
 
 

@@ -168,6 +168,7 @@ def test_where_nothing_can_be_said_intervals_are_as_wide_as_can_be() -> None:
     assert bool((low == -1).all()) and bool((high == 1).all()), "all agree equally, or are too few"
     silent = torch.zeros(5, 5)
     assert [float(end) for end in stiffness_interval(silent, torch.zeros(5))[1:]] == [-1, 1]
+    assert stiffness_interval(torch.zeros(0, 0), torch.zeros(0))[1].shape == (0, 0)
     for call in (mean_interval, lambda x, level: coherence_interval(x, x, level)):
         with pytest.raises(UsageError, match=r"level is 95; it is the chance"):
             call(torch.rand(5), 95)
