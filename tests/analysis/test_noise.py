@@ -85,6 +85,39 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(sizes: list[int]) -> 
     assert bool((low <= noise.value()).all()) and bool((noise.value() <= high).all())
 
 
+@pytest.mark.parametrize(
+    ("sizes", "covered"),
+    [
+        ([8] * 30 + [128] * 4, (0.935, 0.965)),
+        ([2] * 10 + [32] * 10, (0.925, 0.965)),
+        ([8] * 20 + [256], (1, 1)),
+        ([4] * 20 + [64] * 2, (1, 1)),
+    ],
+)
+def test_batches_that_outweigh_the_rest_leave_the_interval_honest(
+    sizes: list[int], covered: tuple[float, float]
+) -> None:
+    mean, noise = torch.tensor([0.5, *[0.0] * 9], dtype=torch.double), NoiseScale((2000,))
+    for size in sizes:
+        noise.update(*parts(torch.randn(2000, size, 10, dtype=torch.double) + mean))
+    low, high = noise.interval()
+    assert covered[0] <= float(((low < 40) & (high > 40)).double().mean()) <= covered[1]
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.7])
+def test_batches_at_once_are_batches_one_after_another(decay: float) -> None:
+    counts = torch.tensor([5, 1, 8, 0, 2, 7])
+    squares, square = 9 * torch.rand(2, 6, 3, dtype=torch.double)
+    squares[2, 0], square[5, 1] = math.inf, math.nan
+    one, other = NoiseScale((3,), decay), NoiseScale((3,), decay)
+    for count, a, b in zip(counts.tolist(), squares, square, strict=True):
+        one.update(count, a, b)
+    for part in (slice(0, 4), slice(4, 4), slice(4, 6)):
+        other.update_all(counts[part], squares[part], square[part])
+    for name, tensor in one.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], tensor, rtol=1e-12, atol=1e-12)
+
+
 def test_a_gradient_that_is_lost_in_noise_leaves_the_interval_open() -> None:
     noise = NoiseScale((400,))
     for _ in range(30):
