@@ -34,8 +34,6 @@ from gradbatch.analysis.elementwise import (
 from gradbatch.analysis.influence import SampleScores as SampleScores, influence as influence
 from gradbatch.analysis.intervals import mean_interval as mean_interval
 from gradbatch.analysis.log import (
-    Csv as Csv,
-    JsonLines as JsonLines,
     Log as Log,
     Record as Record,
     Run as Run,
@@ -66,3 +64,4 @@ from gradbatch.analysis.quantities import (
 from gradbatch.analysis.report import write_report as write_report
 from gradbatch.analysis.store import FeatureStore as FeatureStore
 from gradbatch.analysis.tensorboard import TensorBoard as TensorBoard
+from gradbatch.analysis.writers import Csv as Csv, JsonLines as JsonLines

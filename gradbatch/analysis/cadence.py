@@ -23,7 +23,7 @@ def logarithmic(per_decade: int = 20) -> Callable[[int], bool]:
         >>> [step for step in range(200) if logarithmic(5)(step)]
         [0, 1, 2, 3, 4, 6, 10, 16, 25, 40, 63, 100, 158]
     """
-    if per_decade < 1:
+    if not 1 <= per_decade < math.inf:
         raise UsageError(f"per_decade is {per_decade!r}; it is 1 or more")
 
     def measured(step: int) -> bool:
@@ -58,7 +58,9 @@ def cadences(
     for name, cadence in given.items():
         if name not in statistics:
             raise UsageError(f"every names {name!r}; the preset measures {', '.join(map(repr, statistics))}")
-        if not callable(cadence) and (not isinstance(cadence, int) or cadence < 1):
+        # True is 1, and measures every step: hardly what is meant.
+        whole = isinstance(cadence, int) and not isinstance(cadence, bool)
+        if not callable(cadence) and not (whole and cadence >= 1):
             of = f" for {name!r}" if isinstance(every, Mapping) else ""
             raise UsageError(
                 f"every is {cadence!r}{of}; it is a number of steps, 1 or more, or a function of the step"

@@ -1,15 +1,17 @@
-"""Logs of gradient statistics: one line of JSON a record, readable however the run ended."""
+"""What a log of gradient statistics holds, and how it is read, however the run ended."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from gradbatch.analysis.norms import LEVELS
 from gradbatch.errors import UsageError
 
 FORMAT = 1
@@ -88,99 +90,6 @@ class Writer(Protocol):
         """Let go of what is open; nothing is written after it."""
 
 
-class JsonLines:
-    """Writes a line of JSON for each record, and hands it to the system at once.
-
-    What was written stays readable if the process is killed. A file that is there is continued; of a step that was
-    measured before and after, the later record counts.
-
-    Args:
-        path: of the file.
-
-    Example:
-        >>> import tempfile, pathlib
-        >>> from gradbatch.analysis import JsonLines, Run, read_log
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     path = pathlib.Path(directory) / "run.jsonl"
-        ...     log = JsonLines(path)
-        ...     log.start(Run({"weight": 6}, "standard"))
-        ...     log.close()
-        ...     read_log(path).run.parameters
-        {'weight': 6}
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        if not self.path.absolute().parent.is_dir() or self.path.is_dir():
-            raise UsageError(
-                f"a log cannot be written to {path}: it is a directory, or in one that does not exist"
-            )
-        self._file = self.path.open("ab+")
-        if self._file.tell():
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":
-                self._file.write(b"\n")  # the line that a killed process left stays alone
-
-    def start(self, run: Run) -> None:
-        """Write what holds for all records to come."""
-        self._line({"record": "run", "format": FORMAT, **asdict(run)})
-
-    def write(self, record: Record) -> None:
-        """Write a record."""
-        self._line({"record": "step", **asdict(record)})
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _line(self, entry: Mapping[str, Any]) -> None:
-        if self._file.closed:
-            raise UsageError(f"the log {self.path} is closed; make a new monitor, which continues the file")
-        self._file.write(json.dumps(_finite(entry), allow_nan=False, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
-
-
-class Csv:
-    """Writes a line of comma-separated numbers for each record, for spreadsheets: whole-model numbers alone.
-
-    Args:
-        path: of the file; what is there is overwritten.
-    """
-
-    COLUMNS = (
-        "step",
-        "time",
-        "samples",
-        "non_finite",
-        "loss",
-        "mean_norm",
-        "sum_of_squares",
-        "square_of_sum",
-    )
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._file = self.path.open("w", encoding="utf-8")
-        self._line(self.COLUMNS)
-
-    def start(self, run: Run) -> None:
-        """Nothing: the columns do not depend on the run."""
-
-    def write(self, record: Record) -> None:
-        """Write a line; what is not finite is empty."""
-        whole = {name: total(getattr(record, name)) for name in ("sum_of_squares", "square_of_sum")}
-        values = {**asdict(record), **whole}
-        self._line("" if values[name] is None else repr(values[name]) for name in self.COLUMNS)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _line(self, cells: Iterable[str]) -> None:
-        self._file.write(",".join(cells) + "\n")
-        self._file.flush()
-
-
 @dataclass(frozen=True)
 class Log:
     """What one or several files hold.
@@ -189,13 +98,15 @@ class Log:
         run: what holds for all records.
         ranks: the records of each file by step, in order; one file for each rank of data-parallel training.
         broken: lines that could not be read, as ``file:line``: a killed process leaves one, cut off.
+        replaced: how many records later ones of the same file stand for, see :func:`read_log`.
     """
 
     run: Run
     ranks: list[list[Record]]
     broken: list[str]
+    replaced: int = 0
 
-    @property
+    @cached_property
     def records(self) -> list[Record]:
         """All records, by step."""
         return sorted((record for rank in self.ranks for record in rank), key=lambda record: record.step)
@@ -205,71 +116,109 @@ def read_log(*paths: str | os.PathLike[str]) -> Log:
     """Read the logs of a run: one file, or one of each rank.
 
     Args:
-        paths: of files that :class:`JsonLines` wrote, complete or cut off anywhere.
+        paths: of files that :class:`~gradbatch.analysis.JsonLines` wrote, complete or cut off anywhere.
 
     Returns: all that is whole.
 
     Raises:
-        UsageError: there is no path or no such file, none has its first line, the files are of different models, or a
-            file has the format of a later version.
+        UsageError: there is no path or no such file, one is given twice, none has its first line, the files are of
+            different models, or a file has the format of a later version.
 
-    Edge cases: lines that are cut off are left out and listed. Of several records of one step in one file the last
-    counts.
+    Edge cases: lines that are cut off are left out and listed. Where a file was continued by a process that went back
+    to an earlier step, only what that one measured counts from this step on. Of several records of one step in one file
+    the last counts.
     """
     if not paths:
         raise UsageError("read_log takes the path of a log, or of one of each rank")
+    names = ", ".join(map(str, paths))
+    if len({Path(path).resolve() for path in paths}) < len(paths):
+        raise UsageError(f"{names}: a log is given twice, and each of its batches would count for two")
     runs: list[Run] = []
     ranks: list[list[Record]] = []
     broken: list[str] = []
+    replaced = 0
     for path in paths:
-        steps: dict[int, Record] = {}
-        for number, entry in enumerate(_entries(Path(path)), 1):
-            if isinstance(entry, Run):
-                runs.append(entry)
-            elif isinstance(entry, Record):
-                steps[entry.step] = entry
-            else:
-                broken.append(f"{path}:{number}")
-        ranks.append([steps[step] for step in sorted(steps)])
+        entries = _entries(Path(path))
+        runs += [entry for entry in entries if isinstance(entry, Run)]
+        broken += [f"{path}:{number}" for number, entry in enumerate(entries, 1) if entry is None]
+        ranks.append(_in_force(entries))
+        replaced += sum(isinstance(entry, Record) for entry in entries) - len(ranks[-1])
     if not runs:
-        raise UsageError(
-            f"{', '.join(map(str, paths))}: no line says what was measured; is it a gradbatch log?"
-        )
+        raise UsageError(f"{names}: no line says what was measured; is it a gradbatch log?")
     for run in runs:
         if run.parameters != runs[0].parameters:
-            raise UsageError(f"{', '.join(map(str, paths))}: logs of different models, or parts of one")
-    size = len(runs[-1].parameters)
+            raise UsageError(f"{names}: logs of different models, or parts of one")
     for record in (record for rank in ranks for record in rank):
-        for parts in (
-            record.sum_of_squares,
-            record.square_of_sum,
-            record.evidence_sums,
-            record.evidence_elements,
-        ):
-            if parts is not None and len(parts) != size:
-                raise UsageError(f"step {record.step} has {len(parts)} parameters; the run has {size}")
-    return Log(runs[-1], ranks, broken)
+        _check_sizes(record, len(runs[-1].parameters))
+    return Log(runs[-1], ranks, broken, replaced)
+
+
+def _in_force(entries: Sequence[Run | Record | None]) -> list[Record]:
+    """By step, what no later record stands for."""
+    steps: dict[int, Record] = {}
+    started = False
+    for entry in entries:
+        if isinstance(entry, Run):
+            started = True
+        elif entry is not None:
+            if started:  # what an earlier process measured from here on is of a course that was given up
+                steps = {step: record for step, record in steps.items() if step < entry.step}
+                started = False
+            steps[entry.step] = entry
+    return [steps[step] for step in sorted(steps)]
+
+
+def _check_sizes(record: Record, size: int) -> None:
+    for parts in (
+        record.sum_of_squares,
+        record.square_of_sum,
+        record.evidence_sums,
+        record.evidence_elements,
+    ):
+        if parts is not None and len(parts) != size:
+            raise UsageError(f"step {record.step} has {len(parts)} parameters; the run has {size}")
+
+
+def samples_a_step(records: Sequence[Record]) -> float:
+    """Samples that a step of training takes, on average: those of all ranks together.
+
+    Args:
+        records: one at least, and of each step those of all ranks.
+    """
+    return sum(record.samples for record in records) / len({record.step for record in records})
 
 
 def total(parts: Sequence[float | None]) -> float | None:
-    """Sum over parameters; ``None`` where one is not finite."""
+    """Sum over parameters; ``None`` where one, or the sum, is not finite."""
     finite = [part for part in parts if part is not None and math.isfinite(part)]
-    return math.fsum(finite) if len(finite) == len(parts) else None
+    try:
+        return math.fsum(finite) if len(finite) == len(parts) else None
+    except OverflowError:
+        return None
 
 
 def _entries(path: Path) -> list[Run | Record | None]:
     """A run, a record, or ``None`` for each line that is neither."""
     try:
-        return [_entry(line, path) for line in path.read_bytes().splitlines()]
+        return [entry_of(line, path) for line in path.read_bytes().splitlines()]
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
 
 
-def _entry(line: bytes, path: Path) -> Run | Record | None:
+def entry_of(line: bytes, path: Path) -> Run | Record | None:
+    """A run or a record of a line; ``None`` where it is neither, or cut off.
+
+    Raises:
+        UsageError: it is of a later format.
+    """
     try:
         entry = json.loads(line)
         if entry["record"] == "step":
-            return Record(**_known(Record, entry))
+            record = Record(**_known(Record, entry))
+            fits = isinstance(record.step, int) and len(record.quantiles) == len(LEVELS)
+            return record if fits else None
+        if entry["record"] != "run":
+            return None
         if entry["format"] > FORMAT:
             raise UsageError(
                 f"{path} has format {entry['format']}, of a later gradbatch; this reads {FORMAT}"
@@ -281,14 +230,3 @@ def _entry(line: bytes, path: Path) -> Run | Record | None:
 
 def _known(kind: type[Run] | type[Record], entry: Mapping[str, Any]) -> dict[str, Any]:
     return {field.name: entry[field.name] for field in fields(kind) if field.name in entry}
-
-
-def _finite(value: Any) -> Any:
-    """The same with ``None`` for each number that JSON has no word for."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return value

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradbatch.analysis.agreement import cosines
+from gradbatch.analysis.ids import ids_of
 from gradbatch.analysis.log import Record
 from gradbatch.analysis.norms import norm_histogram, norm_quantiles
 from gradbatch.analysis.quantities import BatchDotSum, EvidenceParts, FirstGram, SumL2Grad
@@ -55,16 +56,17 @@ def record_of(
         ids: of the samples, or ``None``.
 
     Raises:
-        UsageError: there is not one id a sample.
+        UsageError: there is not one id a sample, or they are no whole numbers.
     """
-    squares = _stacked(results, BatchL2Grad()) / scale**2  # [P, N]
+    # Not by the square, which may be out of range.
+    squares = _stacked(results, BatchL2Grad()) / scale / scale  # [P, N]
     norms, count, dots = squares.sum(0).sqrt(), squares.shape[1], None
     if "tests" in statistics:
-        products = _stacked(results, BatchDotSum()) / scale**2  # [P, N]
+        products = _stacked(results, BatchDotSum()) / scale / scale  # [P, N]
         squares_of_sum = products.sum(1).clamp_min(0)
         dots = float(products.sum(0).square().sum())
     else:
-        squares_of_sum = _stacked(results, SumL2Grad()) / scale**2
+        squares_of_sum = _stacked(results, SumL2Grad()) / scale / scale
     numbers = None if ids is None else _numbers(ids, count)
     finite = norms[norms.isfinite()]
     return Record(
@@ -92,10 +94,10 @@ def _stacked(results: Results, quantity: Quantity) -> Tensor:
 
 
 def _numbers(ids: Tensor | Sequence[int], count: int) -> list[int]:
-    numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    numbers: list[int] = ids_of(ids).tolist()
     if len(numbers) != count:
         raise UsageError(f"{len(numbers)} ids for {count} samples")
-    return [int(number) for number in numbers]
+    return numbers
 
 
 def _hardest(norms: Tensor, ids: Sequence[int]) -> list[tuple[int, float | None]]:

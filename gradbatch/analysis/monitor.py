@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from gradbatch.analysis.cadence import Cadence, cadences, comes_to
-from gradbatch.analysis.log import JsonLines, Record, Run, Writer
+from gradbatch.analysis.log import Record, Run, Writer
 from gradbatch.analysis.measured import PRESETS, quantities, record_of
 from gradbatch.analysis.noise import NoiseScale
 from gradbatch.analysis.parts import named_groups, numbers, partition
+from gradbatch.analysis.writers import writers_of
 from gradbatch.api import backward, compute, extend
 from gradbatch.capture.hooks import recorder_of
 from gradbatch.errors import UsageError
 from gradbatch.quantities import BatchL2Grad
-from gradbatch.requests import allows_coupling
+from gradbatch.requests import allows_coupling, check_losses
 from gradbatch.results import Results
 from gradbatch.selection import select
 
@@ -35,6 +38,8 @@ class MonitoredStep:
         measured: whether the cadence has come to it.
         loss: set it to the batch's mean loss to have it in the log.
         loss_scale, ids: as given to :meth:`GradientMonitor.step`; set them where they are known in the block only.
+        averaged: set it where a sum over samples, of all micro-batches, was divided by how many there are of them; with
+            ``loss_reduction="sum"``.
         record: what was measured, behind the ``with`` block; ``None`` where nothing was.
     """
 
@@ -43,6 +48,7 @@ class MonitoredStep:
     loss: float | Tensor | None = None
     loss_scale: float = 1.0
     ids: Tensor | Sequence[int] | None = None
+    averaged: bool = False
     record: Record | None = None
 
 
@@ -53,7 +59,8 @@ class GradientMonitor:
 
     Args:
         model: to be trained.
-        log: path of a :class:`~gradbatch.analysis.JsonLines` file, another writer, or several; ``None``: no log.
+        log: path of a :class:`~gradbatch.analysis.JsonLines` file, another writer, or several of either; ``None``: no
+            log.
         every: measure steps whose number is a multiple of it, or for which a function such as :func:`logarithmic`
             says so. A mapping has a cadence for some statistics by name (``{"norms": 10, "gram": 500}``); the others
             come every 20. A step that any of them comes to is measured, and has the norms.
@@ -101,7 +108,7 @@ class GradientMonitor:
     def __init__(
         self,
         model: nn.Module,
-        log: str | os.PathLike[str] | Writer | Sequence[Writer] | None = None,
+        log: str | os.PathLike[str] | Writer | Sequence[str | os.PathLike[str] | Writer] | None = None,
         *,
         every: Cadence | Mapping[str, Cadence] = USUAL,
         preset: Literal["economy", "standard", "full"] = "standard",
@@ -133,7 +140,7 @@ class GradientMonitor:
         self.noise = NoiseScale((), decay)
         self.layers = NoiseScale((len(self.layer_names),), decay)
         self.groups = NoiseScale((len(self.group_names),), decay)
-        self._writers: list[Writer] = _writers(log)
+        self._writers = [] if log is None else writers_of(log)
         for writer in self._writers:
             writer.start(self._run)
 
@@ -167,7 +174,7 @@ class GradientMonitor:
                 parameter was frozen or unfrozen since the monitor was made.
         """
         due = self._due(step)
-        monitored = MonitoredStep(step, bool(due), loss_scale=loss_scale, ids=ids)
+        monitored = MonitoredStep(_whole(step), bool(due), loss_scale=loss_scale, ids=ids)
         if not due:
             yield monitored
             return
@@ -199,7 +206,11 @@ class GradientMonitor:
             GradBatchError: as :func:`gradbatch.backward`, and as :meth:`step`.
         """
         due = self._due(step)
-        monitored = MonitoredStep(step, bool(due), loss_scale=loss_scale, ids=ids)
+        monitored = MonitoredStep(_whole(step), bool(due), loss_scale=loss_scale, ids=ids)
+        # Also of steps that are not measured: a mistake shows in the first one, and not after so many.
+        check_losses(losses)
+        if reduction not in ("mean", "sum"):
+            raise UsageError(f'reduction is {reduction!r}; it is "mean" or "sum"')
         if not due:
             (losses.sum() if reduction == "sum" else losses.sum() / max(len(losses), 1)).backward()
             return monitored
@@ -224,6 +235,8 @@ class GradientMonitor:
         Raises:
             UsageError: it is of other layers or groups.
         """
+        if missing := self.state_dict().keys() - state.keys():
+            raise UsageError(f"this is no state of a monitor: {', '.join(sorted(missing))} is not in it")
         if state["names"] != self.layer_names:
             raise UsageError(f"the state is of layers {state['names']}; this monitor has {self.layer_names}")
         if state["group_names"] != self.group_names:
@@ -236,8 +249,9 @@ class GradientMonitor:
 
     def close(self) -> None:
         """Close the logs."""
-        for writer in self._writers:
-            writer.close()
+        with ExitStack() as stack:
+            for writer in self._writers:
+                stack.callback(writer.close)
 
     def __enter__(self) -> GradientMonitor:
         return self
@@ -246,31 +260,47 @@ class GradientMonitor:
         self.close()
 
     def _due(self, step: int) -> list[str]:
-        return [name for name, cadence in self._cadences.items() if comes_to(cadence, step)]
+        number = _whole(step)
+        return [name for name, cadence in self._cadences.items() if comes_to(cadence, number)]
 
     def _take(self, step: MonitoredStep, due: Sequence[str], results: Results) -> None:
-        if not step.loss_scale > 0:
+        scale = _number(step.loss_scale, "loss_scale", "what the loss was multiplied with")
+        if not 0 < scale < math.inf:
             raise UsageError(
-                f"loss_scale is {step.loss_scale!r}; it is what the loss was multiplied with, above 0"
+                f"loss_scale is {scale!r}; it is what the loss was multiplied with, finite and above 0"
             )
-        changed = set(results[BatchL2Grad]) ^ set(self._run.parameters)
-        if changed:
-            raise UsageError(
-                f"{min(changed)} was frozen or unfrozen after the monitor was made: make a new one, with its own log"
+        # In order: what is added up and logged has no names.
+        found, made = list(results[BatchL2Grad]), list(self._run.parameters)
+        if found != made:
+            changed = min(set(found) ^ set(made), default=None)
+            what = (
+                f"{changed} was frozen or unfrozen" if changed else "the order of the parameters was changed"
             )
-        loss = step.loss.item() if isinstance(step.loss, Tensor) else step.loss
-        record = step.record = record_of(results, due, step.step, loss, step.loss_scale, step.ids)
+            raise UsageError(f"{what} after the monitor was made: make a new one, with its own log")
+        loss = None if step.loss is None else _number(step.loss, "loss", "the batch's mean loss")
+        if step.averaged:
+            scale /= max(1, len(results[BatchL2Grad][found[0]]))
+        record = step.record = record_of(results, due, step.step, loss, scale, step.ids)
         squares, squares_of_sum = numbers(record.sum_of_squares), numbers(record.square_of_sum)
         self.noise.update(record.samples, squares.sum(), squares_of_sum.sum())
         for noise, parts in ((self.layers, self._layers), (self.groups, self._groups)):
             noise.update(record.samples, parts.sums(squares), parts.sums(squares_of_sum))
-        for writer in self._writers:
-            writer.write(record)
+        # All of them, whichever fails: a full disk is no reason to keep a record from the others.
+        with ExitStack() as stack:
+            for writer in self._writers:
+                stack.callback(writer.write, record)
 
 
-def _writers(log: str | os.PathLike[str] | Writer | Sequence[Writer] | None) -> list[Writer]:
-    if log is None:
-        return []
-    if isinstance(log, (str, os.PathLike)):
-        return [JsonLines(log)]
-    return [log] if isinstance(log, Writer) else list(log)
+def _number(value: object, name: str, what: str) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError) as error:
+        given = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise UsageError(f"{name} is {given}; it is {what}, one number") from error
+
+
+def _whole(step: int) -> int:
+    try:
+        return int(index(step))
+    except TypeError as error:
+        raise UsageError(f"step is {step!r}; it is a whole number") from error

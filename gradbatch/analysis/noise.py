@@ -170,9 +170,7 @@ class NoiseScale:
         left = self.decay ** torch.arange(len(count) - 1, -1, -1, dtype=torch.double)
         whole, weighted = self.decay ** len(count), torch.einsum("r,r...->r...", left, batches)
         self._sums = whole * self._sums + weighted.sum(0)
-        self._products = whole**2 * self._products + torch.einsum(
-            "r...i,r...j->...ij", weighted, weighted
-        )
+        self._products = whole**2 * self._products + torch.einsum("r...i,r...j->...ij", weighted, weighted)
         weights = torch.einsum("rd,r...->...d", torch.stack([left, left**2], -1), finite.double())
         self._weights = torch.tensor([whole, whole**2], dtype=torch.double) * self._weights + weights
 
@@ -255,7 +253,9 @@ class NoiseScale:
         weights = [1, 3]
         worth = self._sums[..., weights] ** 2 / self._products[..., weights, weights]
         correction = (worth / (worth - 1)).sqrt()
-        covariance = jacobian @ self._products @ jacobian.mT * correction[..., None] * correction[..., None, :]
+        covariance = (
+            jacobian @ self._products @ jacobian.mT * correction[..., None] * correction[..., None, :]
+        )
         quantile = student_quantile(level, worth.amin(-1) - 1)
         low, high = fieller(signal, variance, covariance, quantile)
         return _scale(high, population), _scale(low, population)

@@ -74,11 +74,15 @@ def named_groups(
         aliases: all names of each parameter; a tied one has several.
 
     Raises:
-        UsageError: a pattern matches no parameter.
+        UsageError: a pattern matches no parameter, a group has none, or its name is no string.
     """
+    if not isinstance(groups, Mapping):
+        raise UsageError(f'groups is {groups!r}; it has patterns by name, as in {{"head": "head.*"}}')
     known, found = list(aliases), {}
     for group, patterns in groups.items():
         wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+        if not isinstance(group, str) or not wanted:
+            raise UsageError(f"groups: {group!r} has {wanted}; a group has a name, and one pattern or more")
         for pattern in wanted:
             if not any(fnmatchcase(name, pattern) for names in known for name in names):
                 raise UsageError(

@@ -145,9 +145,3 @@ def test_a_spreadsheet_has_the_numbers_of_the_whole_model(tmp_path: Path) -> Non
         "5,1.5,4,0,0.25,1.0,8.0,3.5",
         "6,1.5,4,0,,1.0,,3.5",
     ]
-
-
-def test_a_log_in_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "none" / "run.jsonl", tmp_path):
-        with pytest.raises(UsageError, match="a log cannot be written to"):
-            JsonLines(path)

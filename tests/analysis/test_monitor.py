@@ -3,7 +3,9 @@
 import gc
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from gradbatch.analysis import (
     NoiseScale,
     logarithmic,
     norm_quantiles,
+    read_log,
 )
 from tests.analysis.monitored import assert_is_of, batch, network, one_by_one
 
@@ -174,7 +177,7 @@ def test_many_steps_leave_no_tensors_behind() -> None:
 def test_what_cannot_be_monitored_is_refused_before_training() -> None:
     with pytest.raises(UsageError, match="preset is 'cheap'; there are 'economy', 'standard', 'full'"):
         GradientMonitor(network(), preset="cheap")  # type: ignore[arg-type]
-    for every in (0, 2.5):
+    for every in (0, -3, 2.5, True, "5"):
         with pytest.raises(UsageError, match="every is"):
             GradientMonitor(network(), every=every)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="every is 0 for 'norms'"):
@@ -187,19 +190,90 @@ def test_what_cannot_be_monitored_is_refused_before_training() -> None:
         GradientMonitor(network(), groups={"heads": "head.*"})
     with pytest.raises(CoupledSamples):
         GradientMonitor(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-    with pytest.raises(UsageError, match="per_decade is 0"):
-        logarithmic(0)
+    for groups in (["head.*"], {"heads": []}, {1: "*"}):
+        with pytest.raises(UsageError, match="groups"):
+            GradientMonitor(network(), groups=groups)  # type: ignore[arg-type]
+    for per_decade in (0, math.nan, math.inf):
+        with pytest.raises(UsageError, match="per_decade is"):
+            logarithmic(per_decade)  # type: ignore[arg-type]
 
 
 def test_mistakes_in_a_step_are_named() -> None:
     model, (x, y) = network(), batch(4)
     monitor = GradientMonitor(model)
+
+    def step_with(loss: object) -> None:
+        with monitor.step(0) as step:
+            F.cross_entropy(model(x), y).backward()
+            step.loss = loss  # type: ignore[assignment]
+
     with pytest.raises(UsageError, match="3 ids for 4 samples"), monitor.step(0, ids=[1, 2, 3]):
         F.cross_entropy(model(x), y).backward()
-    with pytest.raises(UsageError, match="loss_scale is 0"), monitor.step(0, loss_scale=0):
-        F.cross_entropy(model(x), y).backward()
+    for ids in (
+        torch.rand(4),
+        torch.ones(4, dtype=torch.bool),
+        torch.zeros(4, 1, dtype=torch.long),
+        ["a"] * 4,
+        4,
+    ):
+        with pytest.raises(UsageError, match=r"^ids "), monitor.step(0, ids=ids):  # type: ignore[arg-type]
+            F.cross_entropy(model(x), y).backward()
+    for scale in (0, -1, math.inf, math.nan, None):
+        with pytest.raises(UsageError, match="loss_scale is"), monitor.step(0, loss_scale=scale):  # type: ignore[arg-type]
+            F.cross_entropy(model(x), y).backward()
+    for loss in (torch.ones(4), "low"):
+        with pytest.raises(UsageError, match="the batch's mean loss, one number"):
+            step_with(loss)
+    assert int(monitor.noise.batches()) == 0
     model[0].requires_grad_(False)
     with pytest.raises(UsageError, match=r"0\.(weight|bias) was frozen or unfrozen"), monitor.step(0):
         F.cross_entropy(model(x), y).backward()
+    with pytest.raises(UsageError, match="no state of a monitor: group_names, groups"):
+        monitor.load_state_dict({"noise": {}, "layers": {}, "names": []})
     with pytest.raises(UsageError, match=r"layers \['a'\]; this monitor has"):
         monitor.load_state_dict({**monitor.state_dict(), "names": ["a"]})
+
+
+def test_mistakes_show_in_steps_that_are_not_measured() -> None:
+    model, (x, y) = network(), batch(4)
+    monitor = GradientMonitor(model)
+    losses = F.cross_entropy(model(x), y, reduction="none")
+    for step, reduction, given, message in (
+        (1, None, losses, "reduction is None"),
+        (1, "avg", losses, "reduction is 'avg'"),
+        (1, "mean", losses[:, None], "losses have shape"),
+        (0.5, "mean", losses, "step is 0.5"),
+        (None, "mean", losses, "step is None"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            monitor.backward(given, step, reduction=reduction)  # type: ignore[arg-type]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_steps_and_losses_may_be_numbers_of_any_kind(tmp_path: Path) -> None:
+    model, (x, y) = network(), batch(4)
+    steps = (torch.tensor(0), numpy.int64(1), True)
+    with GradientMonitor(model, tmp_path / "run.jsonl", every=1) as monitor:
+        for k in steps:
+            with monitor.step(k) as step:  # type: ignore[arg-type]
+                F.cross_entropy(model(x), y).backward()
+                step.loss = numpy.float32(0.5)  # type: ignore[assignment]
+    assert [(r.step, r.loss) for r in read_log(tmp_path / "run.jsonl").records] == [(0, 0.5), (1, 0.5)]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + 100 * self.b(x)
+
+
+def test_parameters_that_change_places_are_not_taken_for_each_other() -> None:
+    model, x = Two(), torch.randn(4, 4, dtype=torch.double)
+    monitor, first = GradientMonitor(model), model.a
+    del model.a
+    model.a = first
+    with pytest.raises(UsageError, match="the order of the parameters was changed"), monitor.step(0):
+        model(x).square().mean().backward()
