@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from gradbatch.analysis.ids import ids_of
 from gradbatch.analysis.monitor import GradientMonitor, MonitoredStep
 from gradbatch.errors import UsageError
 
@@ -69,8 +70,9 @@ def lightning_callback(
         UsageError: neither ``lightning`` nor ``pytorch_lightning`` is installed, or, at the start of training, the
             optimization is manual or there are several optimizers.
 
-    Edge cases: ``training_step`` returns the mean over samples. Accumulated batches are one; in mixed precision,
-    gradients are those without the scaler's factor.
+    Edge cases: ``training_step`` returns the mean over samples, or ``None`` for batches that are left out. Accumulated
+    batches are one, whose loss is the mean of theirs; in mixed precision, gradients are those without the scaler's
+    factor.
 
     Example:
         ``Trainer(callbacks=[lightning_callback(monitor)])``
@@ -90,12 +92,12 @@ class _Open:
 
     def __init__(self, monitor: GradientMonitor) -> None:
         self.monitor = monitor
-        self.batches, self.step = 0, MonitoredStep(0, False)
+        self.step = MonitoredStep(0, False)
         self._block: AbstractContextManager[MonitoredStep] | None = None
 
-    def enter(self, number: int) -> None:
+    def enter(self, number: int, reduction: Literal["mean", "sum"] = "mean") -> None:
         self.abandon()
-        self._block, self.batches = self.monitor.step(number), 0
+        self._block = self.monitor.step(number, loss_reduction=reduction)
         self.step = self._block.__enter__()
 
     def leave(self) -> None:
@@ -132,18 +134,15 @@ class _TransformersHooks:
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._open.enter(state.global_step)
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._open.batches += 1
+        averaged = self._micro_batches == "averaged"
+        self._open.enter(state.global_step, "sum" if averaged else "mean")
+        # Divided by the samples of all micro-batches, of which the last may be smaller.
+        self._open.step.averaged = averaged
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
     ) -> None:
-        averaged = self._micro_batches == "averaged"
-        scale = _factor(getattr(optimizer, "scaler", None))
-        # Of the last micro-batch of a step, no end is told.
-        self._open.step.loss_scale = scale / (self._open.batches + 1) if averaged else scale
+        self._open.step.loss_scale = _factor(getattr(optimizer, "scaler", None))
         self._open.leave()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -154,6 +153,7 @@ class _LightningHooks:
     def __init__(self, open_: _Open, ids: Callable[[Any], Tensor | Sequence[int]] | None) -> None:
         self._open, self._ids_of = open_, ids
         self._ids: list[int] = []
+        self._of_batch: list[int] = []
         self._losses: list[Tensor] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -167,18 +167,23 @@ class _LightningHooks:
         if not self._open.is_open:
             self._open.enter(trainer.global_step)
             self._ids, self._losses = [], []
-        if self._ids_of is not None:
-            found = self._ids_of(batch)
-            self._ids += found.tolist() if isinstance(found, Tensor) else list(found)
+        if self._ids_of is not None and self._open.step.measured:
+            self._of_batch = ids_of(self._ids_of(batch)).tolist()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        self._losses.append(loss.detach())
+        if self._open.step.measured:
+            self._losses.append(loss.detach())
+            self._ids += self._of_batch
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        scale = _factor(getattr(trainer.precision_plugin, "scaler", None)) / trainer.accumulate_grad_batches
         step = self._open.step
-        step.loss_scale, step.ids = scale, (self._ids if self._ids_of is not None else None)
-        step.loss = sum(float(loss) for loss in self._losses) / len(self._losses) / scale
+        if step.measured and not self._losses:
+            self._open.abandon()  # training_step returned None, to leave the batch out
+        elif step.measured:
+            factor = _factor(getattr(trainer.precision_plugin, "scaler", None))
+            step.loss_scale = factor / trainer.accumulate_grad_batches
+            step.ids = self._ids if self._ids_of is not None else None
+            step.loss = sum(float(loss) for loss in self._losses) / len(self._losses) / step.loss_scale
         self._open.leave()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
