@@ -93,8 +93,9 @@ def inner_product_test(count: int, square_of_sum: float, dot_squares: float, the
     """
     if count < 2:
         return _nothing(theta, "theta")
-    variance = (dot_squares - square_of_sum**2 / count) / (count**2 * (count - 1))
-    return _test(count, variance, (square_of_sum / count**2) ** 2, theta, "theta")
+    variance = (dot_squares - square_of_sum * square_of_sum / count) / (count**2 * (count - 1))
+    square = square_of_sum / count**2
+    return _test(count, variance, square * square, theta, "theta")
 
 
 def orthogonality_test(

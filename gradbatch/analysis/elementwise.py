@@ -135,9 +135,21 @@ class FisherDiagonal:
 
         Returns: ``[]``, to be added to a loss, times a weight.
 
+        Raises:
+            UsageError: no parameter has a Fisher diagonal (the model is wrapped, and its names are others), or one that
+                has is not in ``anchor``.
+
         Edge cases: parameters without a Fisher diagonal have no part in it.
         """
         value, terms = self.value(), [torch.zeros(())]
+        names = [name for name, _ in model.named_parameters() if name in value]
+        if missing := [name for name in names if name not in anchor]:
+            raise UsageError(f"anchor has no {missing[0]}; it has {', '.join(anchor)}")
+        if value and not names:
+            raise UsageError(
+                f"the Fisher diagonal is of {', '.join(value)}, and the model has none of these: the penalty would be "
+                "zero. Is the model wrapped, by DistributedDataParallel say? Pass the module inside"
+            )
         for name, parameter in model.named_parameters():
             if name in value:
                 terms.append((value[name] * (parameter - anchor[name]).square()).sum() / 2)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from gradbatch.analysis.ids import ids_of
 from gradbatch.api import backward
 from gradbatch.errors import UsageError
 from gradbatch.quantities import BatchDotGrad
@@ -56,17 +57,13 @@ class SampleScores:
             values: ``[N]``.
 
         Raises:
-            UsageError: the shapes differ, or an id is out of range.
+            UsageError: the shapes differ, or an id is out of range, or no whole number.
         """
-        places = torch.as_tensor(ids, device="cpu")
+        places = ids_of(ids, len(self._sums))
         numbers = values.detach().to("cpu", torch.double)
-        if places.shape != numbers.shape or places.dim() != 1:
+        if places.shape != numbers.shape:
             raise UsageError(
                 f"ids {list(places.shape)} and values {list(numbers.shape)}; expected [N] and [N]"
-            )
-        if len(places) and (int(places.min()) < 0 or int(places.max()) >= len(self._sums)):
-            raise UsageError(
-                f"ids from {int(places.min())} to {int(places.max())}, of {len(self._sums)} samples"
             )
         self._sums.index_add_(0, places, numbers)
         self._squares.index_add_(0, places, numbers**2)
@@ -101,9 +98,14 @@ class SampleScores:
         return torch.where(self._visits > 1, (variance / self._visits).sqrt(), torch.nan)
 
     def largest(self, count: int) -> list[int]:
-        """Ids of the samples with the largest means, largest first; those never seen are not among them."""
-        order = self.mean().nan_to_num(nan=-torch.inf).argsort(descending=True, stable=True)
-        return [int(place) for place in order[:count] if self._visits[place]]
+        """Ids of the samples with the largest means, largest first; those never seen are not among them.
+
+        What is not finite is the largest of all.
+        """
+        seen = self._visits.nonzero()[:, 0]
+        means = self.mean()[seen].nan_to_num(nan=torch.inf, posinf=torch.inf)
+        largest: list[int] = seen[means.argsort(descending=True, stable=True)[:count]].tolist()
+        return largest
 
 
 def influence(model: nn.Module, losses: Tensor, others: Tensor) -> Tensor:

@@ -56,8 +56,9 @@ class EvidenceParts(Quantity):
     The sum over elements of :math:`\bar g_k^2 / \hat\sigma_k^2`, and over how many elements; both add up over
     parameters. The evidence is one minus ``N`` times their ratio. One tensor of the parameter's size at a time is made.
 
-    Edge cases: elements without variance and gradient (dead units) are left out of both; infinite for those without
-    variance but with a gradient. NaN for fewer than two samples.
+    Edge cases: elements without variance and gradient (dead units, or those whose squares are below what the dtype
+    holds) are left out of both; infinite for those without variance but with a gradient. NaN for fewer than two
+    samples.
     """
 
     name: ClassVar[str] = "evidence_parts"
@@ -71,8 +72,10 @@ class EvidenceParts(Quantity):
             return torch.tensor([torch.nan, 0], dtype=torch.double, device=grad.device)
         mean = grad.sum() / count
         variance = grad.sum_of_squares(center=mean) / (count - 1)
-        alive = (mean != 0) | (variance != 0)
-        ratios = torch.where(alive, mean.square() / variance, 0)
+        # Of squares: those of gradients below 1e-23 are zero in float32, and a ratio of zeros would spoil the sum.
+        square = mean.square()
+        alive = (square != 0) | (variance != 0)
+        ratios = torch.where(alive, square / variance, 0)
         return torch.stack([ratios.sum(dtype=torch.double), alive.sum(dtype=torch.double)])
 
 

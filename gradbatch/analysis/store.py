@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradbatch.analysis.ids import ids_of
 from gradbatch.analysis.projection import RandomProjection
 from gradbatch.errors import UsageError
 
@@ -32,7 +35,8 @@ class FeatureStore:
         projection: that makes them.
 
     Raises:
-        UsageError: there is no store, or one of another size or projection, or its file was cut off.
+        UsageError: there is no store, or one of another size or projection, or its file was cut off; the path, or its
+            ``.json``, is a file of something else; there is no room for it, or no permission.
 
     Edge cases: one file takes one writer at a time.
 
@@ -60,11 +64,12 @@ class FeatureStore:
     ) -> None:
         self.path = Path(path)
         about = self.path.with_name(self.path.name + ".json")
-        is_there = about.exists() and self.path.exists()
-        if is_there:
-            found = json.loads(about.read_text())
+        found = _about(about, self.path)
+        is_there = found is not None and found["whole"] and self.path.exists()
+        if found is not None and is_there:
             stored = RandomProjection(found["features"], found["seed"])
-            if (size or found["size"], projection or stored) != (found["size"], stored):
+            wanted = (found["size"] if size is None else size), projection or stored
+            if wanted != (found["size"], stored):
                 raise UsageError(
                     f"{path} holds {found['size']} samples of {stored}, not {size} of {projection}; take another path"
                 )
@@ -75,23 +80,27 @@ class FeatureStore:
             )
         self.projection: RandomProjection = projection
         expected = size * projection.features * torch.float32.itemsize
-        if not is_there:
-            with self.path.open("wb") as file:
-                file.truncate(expected)
-        elif self.path.stat().st_size != expected:
-            # Mapped nevertheless, it would be filled up with zeros, which look like features.
-            raise UsageError(
-                f"{path} has {self.path.stat().st_size} bytes, not {expected}: it was cut off, or is another file"
-            )
-        self.features: Tensor = torch.from_file(
-            str(self.path), shared=True, size=size * projection.features, dtype=torch.float32
-        ).view(size, projection.features)
-        if not is_there:
-            self.features.fill_(torch.nan)
-            # Last: a store whose making was broken off is no store.
-            about.write_text(
-                json.dumps({"size": size, "features": projection.features, "seed": projection.seed})
-            )
+        entry = {"size": size, "features": projection.features, "seed": projection.seed}
+        try:
+            if not is_there:
+                # First: a file that is there without it is somebody else's.
+                about.write_text(json.dumps({**entry, "whole": False}))
+                _reserve(self.path, expected)
+            elif self.path.stat().st_size != expected:
+                # Mapped nevertheless, it would be filled up with zeros, which look like features.
+                raise UsageError(
+                    f"{path} has {self.path.stat().st_size} bytes, not {expected}: it was cut off, or is another file"
+                )
+            self.features: Tensor = torch.from_file(
+                str(self.path), shared=True, size=size * projection.features, dtype=torch.float32
+            ).view(size, projection.features)
+            if not is_there:
+                self.features.fill_(torch.nan)
+                # Last: a store whose making was broken off is made anew.
+                about.write_text(json.dumps({**entry, "whole": True}))
+        except (OSError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"a store at {path} of {expected} bytes: {reason}") from error
 
     def write(self, ids: Tensor | Sequence[int], features: Tensor) -> None:
         """Write the rows of some samples; later ones replace earlier ones.
@@ -101,17 +110,13 @@ class FeatureStore:
             features: ``[N, K]``.
 
         Raises:
-            UsageError: the shapes do not fit, or an id is out of range.
+            UsageError: the shapes do not fit, or an id is out of range, or no whole number.
         """
-        places = torch.as_tensor(ids, device="cpu", dtype=torch.long)
-        if features.shape != (*places.shape, self.projection.features) or places.dim() != 1:
+        places = ids_of(ids, len(self.features))
+        if features.shape != (*places.shape, self.projection.features):
             raise UsageError(
                 f"ids {list(places.shape)} and features {list(features.shape)}; expected [N] and "
                 f"[N, {self.projection.features}]"
-            )
-        if len(places) and not 0 <= int(places.min()) <= int(places.max()) < len(self.features):
-            raise UsageError(
-                f"ids from {int(places.min())} to {int(places.max())}, of {len(self.features)} samples"
             )
         self.features[places] = features.detach().to("cpu", torch.float32)
 
@@ -157,3 +162,29 @@ class FeatureStore:
         for block in self.features.split(BLOCK):
             moment += block.double().mT @ block.double() / len(self.features)
         return moment
+
+
+def _about(about: Path, path: Path) -> dict[str, Any] | None:
+    """What a store's ``.json`` says; ``None`` where neither file is there."""
+    try:
+        found = json.loads(about.read_text())
+        return {"whole": True, **{name: found[name] for name in ("size", "features", "seed")}, **found}
+    except FileNotFoundError as error:
+        if path.exists():
+            raise UsageError(f"{path} is there and is no store; take another path") from error
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{about} is no description of a store; take another path") from error
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Make a file of so many bytes, for which there is room: to write to a hole in a file on a full disk kills."""
+    with path.open("wb") as file:
+        file.truncate(size)
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except AttributeError:
+            pass  # not on this system
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # not on this file system
+                raise

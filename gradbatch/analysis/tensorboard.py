@@ -31,7 +31,7 @@ class TensorBoard:
         decay: of the running averages, see :class:`~gradbatch.analysis.NoiseScale`.
 
     Raises:
-        UsageError: TensorBoard is not installed.
+        UsageError: TensorBoard is not installed, or the directory cannot be written to.
 
     Edge cases: what is not finite, or has no value, is left out. The pages of ``gradbatch report`` are made from
     :class:`~gradbatch.analysis.JsonLines`; a monitor takes several writers.
@@ -46,7 +46,10 @@ class TensorBoard:
         except ImportError as error:
             raise UsageError("TensorBoard is not installed: pip install 'gradbatch[tensorboard]'") from error
         self._decay = decay
-        self._events: Any = events.SummaryWriter(os.fspath(directory))
+        try:
+            self._events: Any = events.SummaryWriter(os.fspath(directory))
+        except OSError as error:
+            raise UsageError(f"a log cannot be written to {directory}: {error.strerror or error}") from error
         self._noise = NoiseScale((), decay)
         self._parts: dict[By, tuple[Partition, NoiseScale]] = {}
 

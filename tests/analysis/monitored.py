@@ -46,7 +46,8 @@ def assert_is_of(record: Record | None, grads: list[Tensor]) -> None:
     if record.dot_squares is not None:
         assert record.dot_squares == pytest.approx(float((whole @ whole.sum(0)).square().sum()), rel=1e-9)
     if record.evidence_sums is not None:
-        means, variances = [g.mean(0) for g in grads], [g.var(0) for g in grads]
+        means = [g.mean(0) for g in grads]
+        variances = [(g - m).square().sum(0) / (len(g) - 1) for g, m in zip(grads, means, strict=True)]
         alive = [(m != 0) | (v != 0) for m, v in zip(means, variances, strict=True)]
         ratios = [
             float((m[a].square() / v[a]).sum()) for m, v, a in zip(means, variances, alive, strict=True)

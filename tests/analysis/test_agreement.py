@@ -59,6 +59,8 @@ def test_extremes() -> None:
     assert bool(cosines(silent)[1].isnan().all()) and float(cosines(silent)[0, 2]) == 0
     _, means = stiffness(silent, torch.tensor([0, 0, 0]))
     assert float(means) == 0, "the silent sample is left out"
+    classes, means = stiffness(torch.ones(0, 0), torch.ones(0))
+    assert classes.shape == (0,) and means.shape == (0, 0)
 
 
 def test_what_is_no_gram_matrix_is_refused() -> None:

@@ -63,6 +63,7 @@ def test_where_nothing_can_be_said_no_batch_passes() -> None:
         inner_product_test(3, 0.0, 0.0),
         orthogonality_test(3, 2.0, 0.0, 0.0),
         orthogonality_test(3, math.inf, 1.0, 1.0),
+        inner_product_test(3, 1e200, 1e300),
     ):
         assert math.isnan(found.ratio) and math.isnan(found.batch_size) and not found.passed
     # Equal gradients: nothing scatters.

@@ -115,3 +115,31 @@ def test_mistakes_are_named() -> None:
     fisher.update({"a": torch.ones(1)}, 1)
     with pytest.raises(UsageError, match="other parameters than before"):
         fisher.update({"b": torch.ones(1)}, 1)
+
+
+def test_scores_take_ids_of_any_whole_type_and_no_others() -> None:
+    scores = SampleScores(4)
+    for kind in (torch.uint8, torch.int16, torch.int32):
+        scores.update(torch.tensor([1, 3, 3], dtype=kind), torch.tensor([1.0, 2.0, 3.0]))
+    assert scores.visits().tolist() == [0, 3, 0, 6] and scores.sum().tolist() == [0, 3, 0, 15]
+    for ids in (torch.tensor([0.5, 1.5]), torch.tensor([True, False]), torch.tensor([[0], [1]])):
+        with pytest.raises(UsageError, match=r"^ids "):
+            scores.update(ids, torch.ones(2))
+    assert scores.visits().tolist() == [0, 3, 0, 6]
+
+
+def test_a_sample_whose_gradient_is_not_finite_is_the_largest_of_all() -> None:
+    scores = SampleScores(5)
+    scores.update([0, 1, 2, 3], torch.tensor([2.0, math.nan, 7.0, math.inf]))
+    assert scores.largest(5) == [1, 3, 2, 0] and scores.largest(1) == [1] and scores.largest(0) == []
+
+
+def test_a_penalty_that_would_miss_all_parameters_is_refused() -> None:
+    model, fisher = network(), FisherDiagonal()
+    fisher.update(gradbatch.backward(model, losses_of(model, 3), SumGradSquared())[SumGradSquared], 3)
+    anchor = {name: p.detach() for name, p in model.named_parameters()}
+    with pytest.raises(UsageError, match=r"the model has none of these: the penalty would be zero"):
+        fisher.penalty(nn.ModuleDict({"module": model}), anchor)
+    with pytest.raises(UsageError, match=r"anchor has no 0\.weight; it has 2\.bias"):
+        fisher.penalty(model, {"2.bias": anchor["2.bias"]})
+    assert float(FisherDiagonal().penalty(model, {})) == 0, "of no earlier task"

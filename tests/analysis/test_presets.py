@@ -1,6 +1,7 @@
 """What is measured and when, of which groups of parameters, and in which precision."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradbatch import UsageError
-from gradbatch.analysis import GradientMonitor, NoiseScale, norm_quantiles, stopping_evidence
+from gradbatch.analysis import GradientMonitor, NoiseScale, norm_quantiles, read_log, stopping_evidence
 from tests.analysis.monitored import assert_is_of, batch, network, one_by_one
 
 
@@ -119,3 +120,50 @@ def test_a_step_that_the_scaler_skips_is_logged_and_left_out_of_the_noise() -> N
     scaler.step(optimizer)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     assert step.record and step.record.non_finite == 9 and int(monitor.noise.batches()) == 0
+
+
+def test_evidence_leaves_out_what_is_too_small_to_be_squared() -> None:
+    model, x = nn.Linear(4, 2), torch.randn(8, 4)
+    monitor = GradientMonitor(model, preset="full")
+    # In float32, squares of gradients of 1e-25 are zero.
+    losses = model(x) @ torch.tensor([1.0, 1e-25])
+    record = monitor.backward(losses, 0).record
+    assert record and record.evidence_sums and record.evidence_elements == [4, 1]
+    grads = x.double()
+    expected = float((grads.mean(0).square() / grads.var(0)).sum())
+    assert record.evidence_sums[0] == pytest.approx(expected, rel=1e-5)
+    assert record.evidence_sums[1] == math.inf, "a bias has one gradient for all samples"
+
+
+class Odd(nn.Module):
+    """Parameters without elements, with one, and that nothing comes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.empty = nn.Linear(4, 3), nn.Parameter(torch.zeros(0, 3))
+        self.factor, self.unused = nn.Parameter(torch.tensor(1.3)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.factor + self.empty.sum()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 6])
+def test_parameters_of_any_size_are_measured(count: int, tmp_path: Path) -> None:
+    model, x, y = Odd().double(), torch.randn(count, 4, dtype=torch.double), torch.randint(3, (count,))
+    log = tmp_path / "run.jsonl"
+    with GradientMonitor(model, log, preset="full", groups={"empty": "empty", "all": "*"}) as monitor:
+        step = monitor.backward(F.cross_entropy(model(x), y, reduction="none"), 0, ids=range(count))
+    record = step.record
+    assert record and record.samples == count
+    assert list(read_log(log).run.parameters.values()) == [0, 1, 2, 12, 3]
+    if count < 2:
+        assert record.evidence_elements == [0] * 5 and monitor.groups.value().isnan().all()
+        return
+    reached = [model.factor, model.layer.weight, model.layer.bias]
+    rows = [
+        torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]), reached) for n in range(count)
+    ]
+    grads = [torch.stack(column).view(count, -1) for column in zip(*rows, strict=True)]
+    zero = torch.zeros(count, 0, dtype=torch.double)
+    assert_is_of(record, [zero, grads[0], torch.zeros(count, 2, dtype=torch.double), *grads[1:]])
+    assert monitor.groups.value()[0].isnan() and not monitor.groups.value()[1].isnan()
