@@ -179,15 +179,6 @@ def _check_sizes(record: Record, size: int) -> None:
             raise UsageError(f"step {record.step} has {len(parts)} parameters; the run has {size}")
 
 
-def samples_a_step(records: Sequence[Record]) -> float:
-    """Samples that a step of training takes, on average: those of all ranks together.
-
-    Args:
-        records: one at least, and of each step those of all ranks.
-    """
-    return sum(record.samples for record in records) / len({record.step for record in records})
-
-
 def total(parts: Sequence[float | None]) -> float | None:
     """Sum over parameters; ``None`` where one, or the sum, is not finite."""
     finite = [part for part in parts if part is not None and math.isfinite(part)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib
 import io
+import warnings
 from collections.abc import Sequence
 from html import escape
 from string import Template
@@ -141,6 +142,9 @@ def table(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]], f
 def _svg(figure: Figure) -> str:
     buffer = io.BytesIO()
     # Without a date and random names, the same log gives the same page.
-    with importlib.import_module("matplotlib").rc_context({"svg.hashsalt": "gradbatch"}):
+    salted = importlib.import_module("matplotlib").rc_context({"svg.hashsalt": "gradbatch"})
+    with salted, warnings.catch_warnings():
+        # A name in letters that the font does not have is a row of boxes; the tables have it as it is.
+        warnings.filterwarnings("ignore", message="Glyph")
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return base64.b64encode(buffer.getvalue()).decode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -15,6 +15,7 @@ from gradbatch.analysis.noise import NoiseScale
 from gradbatch.errors import UsageError
 
 By = Literal["parameter", "layer", "group"]
+BLOCK = 4096  # records at a time
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,13 @@ class Partition:
     parameter: Tensor
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sums over the parameters of each part, ``[parts]``.
+        """Sums over the parameters of each part, ``[..., parts]``.
 
         Args:
-            values: one a parameter, ``[P]``.
+            values: one a parameter, ``[..., P]``.
         """
-        return values.new_zeros(len(self.names)).index_add(0, self.part, values[self.parameter])
+        zeros = values.new_zeros(*values.shape[:-1], len(self.names))
+        return zeros.index_add(-1, self.part, values[..., self.parameter])
 
 
 def partition(run: Run, by: By) -> Partition:
@@ -106,21 +108,21 @@ def part_noise(log: Log, records: Sequence[Record], by: By = "layer") -> tuple[l
     """
     parts = partition(log.run, by)
     noise = NoiseScale((len(parts.names),))
-    for record in records:
-        sums = (parts.sums(numbers(values)) for values in (record.sum_of_squares, record.square_of_sum))
-        noise.update(record.samples, *sums)
+    for counts, squares, square in stacked(records):
+        noise.update_all(counts, parts.sums(squares), parts.sums(square))
     return parts.names, noise
 
 
 def rms_norms(log: Log, records: Sequence[Record], by: By = "layer") -> list[float]:
     """Root of the mean squared norm of a sample's gradient, for each part; NaN where no record is finite."""
     parts = partition(log.run, by)
-    sums, counts = torch.zeros(2, len(parts.names), dtype=torch.double)
-    for record in records:
-        squares = parts.sums(numbers(record.sum_of_squares))
-        sums += squares.nan_to_num(nan=0.0)
-        counts += record.samples * squares.isfinite()
-    norms: list[float] = (sums / counts).sqrt().tolist()
+    sums, samples = torch.zeros(2, len(parts.names), dtype=torch.double)
+    for counts, squares, _ in stacked(records):
+        of_parts = parts.sums(squares)
+        finite = of_parts.isfinite()
+        sums += torch.where(finite, of_parts, 0).sum(0)
+        samples += counts.double() @ finite.double()
+    norms: list[float] = (sums / samples).sqrt().tolist()
     return norms
 
 
@@ -136,6 +138,17 @@ def batch_size(log: Log, records: Sequence[Record]) -> float:
     """Samples of a step on average, of all ranks together, over the steps that these records are of."""
     sizes, steps = step_sizes(log), {record.step for record in records}
     return sum(sizes[step] for step in steps) / len(steps)
+
+
+def stacked(records: Sequence[Record]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Samples ``[R]``, sums of squares and squares of sums ``[R, P]`` in float64, of some records at a time."""
+    for start in range(0, len(records), BLOCK):
+        block = records[start : start + BLOCK]
+        yield (
+            torch.tensor([record.samples for record in block]),
+            numbers([part for record in block for part in record.sum_of_squares]).view(len(block), -1),
+            numbers([part for record in block for part in record.square_of_sum]).view(len(block), -1),
+        )
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import statistics
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 
 SIZE = (4.8, 3.2)  # inches: readable on a telephone, where it is as wide as the screen
 BLUE, RED, GREY = "#1f5fa8", "#b3372f", "#6b7280"
-MOST_ROWS, MOST_SAMPLES = 24, 10
+MOST_ROWS, MOST_SAMPLES, MOST_POINTS = 24, 10, 500
+
+Point = TypeVar("Point")
 
 
 def noise_scale(log: Log) -> Figure:
@@ -35,7 +39,7 @@ def noise_scale(log: Log) -> Figure:
         UsageError: matplotlib is not installed, or the log has less.
 
     Edge cases: where the estimate is infinite (the gradient does not stand out of its noise), only the lower end of the
-    interval is drawn, as a triangle that points upwards.
+    interval is drawn, as a triangle that points upwards. The batch is that of all ranks.
     """
     figure, axes = _figure("step", "samples")
     resolved, unresolved = [], []
@@ -47,7 +51,10 @@ def noise_scale(log: Log) -> Figure:
             resolved.append((middle, value, float(low), float(high)))
         elif value > 0:
             unresolved.append((middle, float(low)))
-    batches = sorted(step_sizes(log).items())
+    sizes = sorted(step_sizes(log).items())
+    batches = [
+        (part[len(part) // 2][0], sum(size for _, size in part) / len(part)) for part in _thinned(sizes)
+    ]
     marks = [value for _, value, _, _ in resolved] + [low for _, low in unresolved]
     marks += [samples for _, samples in batches]
     marks = [mark for mark in marks if 0 < mark < math.inf]
@@ -89,15 +96,16 @@ def gradient_norms(log: Log) -> Figure:
     Raises:
         UsageError: matplotlib is not installed, or the log has less.
 
-    Edge cases: records without a finite norm are left out.
+    Edge cases: records without a finite norm are left out. Of more than there is room for, the median of each
+    quantile is drawn, and the largest of all.
     """
     _stretches(log)
     figure, axes = _figure("step", "norm of a sample's gradient")
-    points = [
-        (record.step, *(value for value in record.quantiles if value is not None))
-        for record in log.records
-        if None not in record.quantiles
-    ]
+    points = []
+    for part in _thinned([record for record in log.records if None not in record.quantiles]):
+        of_part = zip(*([value or 0.0 for value in record.quantiles] for record in part), strict=True)
+        *below, largest = of_part
+        points.append((part[len(part) // 2].step, *map(statistics.median, below), max(largest)))
     if points:
         steps, *values = zip(*points, strict=True)
         at = dict(zip(LEVELS, values, strict=True))
@@ -187,7 +195,8 @@ def evidence(log: Log) -> Figure:
     if not known:
         raise UsageError('no record has evidence for stopping; measure it with preset="full"')
     figure, axes = _figure("step", "evidence")
-    axes.plot(*zip(*known, strict=True), ".", color=GREY, markersize=3, label="a batch")
+    some = [part[0] for part in _thinned(known)]
+    axes.plot(*zip(*some, strict=True), ".", color=GREY, markersize=3, label="a batch")
     size = max(FEWEST, -(-len(known) // MOST_WINDOWS))
     parts = torch.tensor(known, dtype=torch.double).split(size)
     steps, means = torch.stack([part.mean(0) for part in parts]).unbind(1)
@@ -221,7 +230,9 @@ def layer_signal(log: Log) -> Figure:
     norm = importlib.import_module("matplotlib.colors").LogNorm(0.01, 100)
     rows = [[min(max(value, 0.01), 100.0) for value in row] for row in zip(*columns, strict=True)]
     image = axes.pcolormesh(_edges(log, stretches), range(len(shown) + 1), rows, norm=norm, cmap="RdYlBu")
-    axes.set_yticks([place + 0.5 for place in range(len(shown))], [_short(name) for name in shown])
+    axes.set_yticks(
+        [place + 0.5 for place in range(len(shown))], [_short(name) for name in shown], parse_math=False
+    )
     axes.invert_yaxis()
     figure.colorbar(image, ax=axes, label="signal to noise")
     return figure
@@ -234,7 +245,7 @@ def hardest_samples(log: Log) -> Figure:
         log: of a monitor that was given the samples' ids.
 
     Raises:
-        UsageError: matplotlib is not installed, or no record has ids.
+        UsageError: matplotlib is not installed, or no record has ids, or none has a norm that is finite.
     """
     norms: defaultdict[int, list[float]] = defaultdict(list)
     for record in log.records:
@@ -253,7 +264,7 @@ def hardest_samples(log: Log) -> Figure:
     bars = axes.barh(range(len(order)), means, color=BLUE, alpha=0.8)
     axes.bar_label(bars, [f"{len(norms[sample])}×" for sample in order], padding=3, color=GREY, fontsize=9)
     axes.set_yticks(range(len(order)), [str(sample) for sample in order])
-    axes.set_xlim(0, 1.15 * max(means))
+    axes.set_xlim(0, 1.15 * max(means) or 1)
     axes.invert_yaxis()
     return figure
 
@@ -263,6 +274,12 @@ def _stretches(log: Log) -> list[list[Record]]:
     if not stretches:
         raise UsageError("the log has no record of two samples or more: there is nothing to draw")
     return stretches
+
+
+def _thinned(points: Sequence[Point]) -> list[Sequence[Point]]:
+    """Points one by one, or some together where there are more than a line has room for."""
+    size = max(1, -(-len(points) // MOST_POINTS))
+    return [points[start : start + size] for start in range(0, len(points), size)]
 
 
 def _edges(log: Log, stretches: list[list[Record]]) -> list[int]:

@@ -43,7 +43,8 @@ READING = (
     "The tests ask of each batch alone whether its mean gradient can be relied on: as a vector (norm test, Byrd et "
     "al., 2012), as a direction downhill (inner product test) that does not stray sideways (orthogonality test, "
     "Bollapragada et al., 2018, arXiv:1710.11258). They take the batch's own mean for the gradient, noise included, "
-    "and so ask for smaller batches than the noise scale where noise prevails.",
+    "and so ask for smaller batches than the noise scale where noise prevails. Each "
+    "rank's share is a batch of its own.",
 )
 
 
@@ -60,11 +61,13 @@ def write_report(
 
     Raises:
         UsageError: a log cannot be read or has no record of two samples, matplotlib is not installed, or the page
-            cannot be written.
+            cannot be written, or would be written over a log.
 
     Edge cases: of a log that is cut off all whole lines are used, and the page says so.
     """
     paths = [logs] if isinstance(logs, (str, os.PathLike)) else list(logs)
+    if Path(output).resolve() in {Path(path).resolve() for path in paths}:
+        raise UsageError(f"{output} is a log itself, and would be gone: give the page another name")
     text = render(read_log(*paths), ", ".join(Path(path).name for path in paths))
     try:
         Path(output).write_text(text, encoding="utf-8")
@@ -129,7 +132,7 @@ def _pictures(log: Log) -> list[tuple[str, Figure]]:
     if any(record.histogram and record.histogram[1] for record in records):
         caption = "Histogram of the norms over time: the share of the samples with each norm."
         figures.append((caption, plots.norm_histogram(log)))
-    if any(record.hardest for record in records):
+    if any(norm is not None for record in records for _, norm in record.hardest or ()):
         caption = "Samples that were most often among the largest of their batch (how often), by id."
         figures.append((caption, plots.hardest_samples(log)))
     if any(evidence(record) is not None for record in records):
@@ -166,9 +169,9 @@ def summary(log: Log) -> list[str]:
     noise, batch = whole_noise(recent(log)), batch_size(log, recent(log))
     (low, high), value = map(float, noise.interval()), float(noise.value())
     if math.isnan(value):
-        return [
-            "No batch at the end of the run had two samples and finite gradients: there is nothing to say about noise."
-        ]
+        unknown = math.isnan(noise.variance())
+        why = "no batch had two samples and finite gradients" if unknown else "all gradients are zero"
+        return [f"At the end of the run ({_where(log)}) {why}: there is nothing to say about noise."]
     if math.isinf(value):
         first = (
             f"At the end of the run ({_where(log)}) the gradient does not stand out of its noise: the noise scale "
@@ -178,7 +181,7 @@ def summary(log: Log) -> list[str]:
     else:
         first = (
             f"At the end of the run ({_where(log)}) the noise scale is {_rounded(value)} samples (95% interval "
-            f"{_rounded(low)} to {_bounded(high)}). {_advice(value, low, high)} Below it, a batch twice as large saves "
+            f"{_bounded(low)} to {_bounded(high)}). {_advice(value, low, high)} Below it, a batch twice as large saves "
             f"nearly half of the steps; above, it mostly costs samples. The run used {_rounded(batch)} a step: by that "
             f"model, each step makes {batch / (batch + value):.0%} of the progress of a step without noise, and each "
             f"sample {value / (batch + value):.0%} of what it makes in a tiny batch."
@@ -190,16 +193,19 @@ def summary(log: Log) -> list[str]:
         weakest = min(layers, key=lambda layer: layer.signal_to_noise)
         paragraphs.append(
             f"Layer {_name(loudest.name)} has the largest share of the noise ({loudest.share:.0%}); the gradient of "
-            f"layer {_name(weakest.name)} stands out least (signal to noise {weakest.signal_to_noise:.2g} in a batch)."
+            f"layer {_name(weakest.name)} stands out least (signal to noise {_ratio(weakest.signal_to_noise)} in a "
+            "batch)."
         )
     return paragraphs
 
 
 def _advice(value: float, low: float, high: float) -> str:
+    if value < 1:
+        return "Suggested batch size: 1, since the gradients of different samples hardly differ."
     if math.isinf(high):
         return (
-            f"Suggested batch size: {_rounded(value)}, or at least {_rounded(low)}: the measured steps do not bound it "
-            "from above."
+            f"Suggested batch size: {_rounded(value)}, or at least {_rounded(max(low, 1))}: the measured steps do not "
+            "bound it from above."
         )
     return f"Suggested batch size: {_rounded(value)}, give or take that interval."
 
@@ -210,7 +216,7 @@ def _cards(log: Log) -> list[tuple[str, str]]:
     median = log.records[-1].quantiles[3]
     bad = sum(record.non_finite for record in log.records)
     return [
-        (_estimate(noise), f"noise scale at the end, in samples ({_rounded(low)} to {_bounded(high)})"),
+        (_estimate(noise), f"noise scale at the end, in samples ({_bounded(low)} to {_bounded(high)})"),
         (_rounded(batch_size(log, recent(log))), "samples a step, on average"),
         ("–" if median is None else f"{median:.3g}", "median norm of a sample's gradient, last record"),
         (f"{bad:,}", "gradients that are not finite"),
@@ -228,9 +234,9 @@ def _rows(log: Log, by: By) -> list[list[str]]:
                 f"{part.elements:,}",
                 "–" if math.isnan(part.norm) else f"{part.norm:.3g}",
                 _bounded(part.noise) if defined else "–",
-                f"{_rounded(low)} to {_bounded(high)}" if defined else "–",
-                f"{part.signal_to_noise:.2g}" if defined else "–",
-                f"{part.share:.1%}" if defined else "–",
+                f"{_bounded(low)} to {_bounded(high)}" if defined else "–",
+                _ratio(part.signal_to_noise) if defined else "–",
+                "–" if math.isnan(part.share) else f"{part.share:.1%}",
             ]
         )
     return rows
@@ -260,6 +266,10 @@ def _estimate(noise: NoiseScale) -> str:
 
 def _bounded(value: float) -> str:
     return "∞" if math.isinf(value) else _rounded(value)
+
+
+def _ratio(value: float) -> str:
+    return "∞" if math.isinf(value) else f"{value:.2g}"
 
 
 def _rounded(value: float) -> str:

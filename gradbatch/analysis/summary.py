@@ -14,7 +14,7 @@ from gradbatch.analysis.batch_size import BatchTest, inner_product_test, norm_te
 from gradbatch.analysis.log import Log, Record, total
 from gradbatch.analysis.noise import NoiseScale
 from gradbatch.analysis.norms import norm_quantiles
-from gradbatch.analysis.parts import partition, rms_norms, step_sizes
+from gradbatch.analysis.parts import partition, rms_norms, stacked, step_sizes
 
 MOST_WINDOWS, LEAST_RECORDS = 16, 20
 EXPLODED = 100.0  # times its usual norm
@@ -27,10 +27,8 @@ def whole_noise(records: Sequence[Record]) -> NoiseScale:
         records: of one or several ranks.
     """
     noise = NoiseScale()
-    for record in records:
-        squares, square = total(record.sum_of_squares), total(record.square_of_sum)
-        if squares is not None and square is not None:
-            noise.update(record.samples, *torch.tensor([squares, square], dtype=torch.double))
+    for counts, squares, square in stacked(records):
+        noise.update_all(counts, squares.sum(1), square.sum(1))
     return noise
 
 
@@ -56,7 +54,7 @@ def windows(log: Log) -> list[list[Record]]:
 def recent(log: Log) -> list[Record]:
     """The last third of the records, and at least twenty, where there are so many."""
     records = log.records
-    return records[-max(20, -(-len(records) // 3)) :]
+    return records[-max(LEAST_RECORDS, -(-len(records) // 3)) :]
 
 
 @dataclass(frozen=True)
@@ -111,9 +109,12 @@ def _about_samples(log: Log) -> list[str]:
     if not bad:
         return []
     count = sum(record.non_finite for record in bad)
+    known = sorted({sample for record in bad for sample, norm in record.hardest or () if norm is None})
+    which = f" Among them: {_shown([f'sample {sample}' for sample in known])}." if known else ""
     return [
         f"{count} gradients of samples are not finite, in {len(bad)} of {len(log.records)} records, first in step "
-        f"{bad[0].step}. These batches are left out of the noise scale of the layers concerned, and of the whole model."
+        f"{bad[0].step}.{which} These batches are left out of the noise scale of the layers concerned, and of the "
+        "whole model."
     ]
 
 
@@ -137,12 +138,25 @@ def _about_layers(log: Log) -> list[str]:
 
 
 def _about_lines(log: Log) -> list[str]:
-    if not log.broken:
-        return []
-    lines = "line was" if len(log.broken) == 1 else "lines were"
-    return [f"{len(log.broken)} {lines} cut off and left out ({', '.join(log.broken[:3])})."]
+    found = []
+    if log.broken:
+        lines = "line was" if len(log.broken) == 1 else "lines were"
+        found.append(
+            f"{len(log.broken)} {lines} cut off, or of another program, and left out ({', '.join(log.broken[:3])})."
+        )
+    if log.replaced:
+        found.append(
+            f"{log.replaced} records are left out, since later ones of the same file count: a resumed run went back to "
+            "an earlier step. Otherwise steps are counted anew in each epoch, or several processes write to one file: "
+            "give each step a number, and each process a file, of its own."
+        )
+    return found
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(name or "the model's own parameters" for name in names[:5])
+    return _shown([name or "the model's own parameters" for name in names])
+
+
+def _shown(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -6,7 +6,6 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +54,11 @@ class JsonLines:
                 f"{self.path} is the log of a model with other parameters, and would be readable as neither's: take "
                 "another path, or move that file away"
             )
-        self._add({"record": "run", "format": FORMAT, **asdict(run)})
+        self._add({"record": "run", "format": FORMAT, **vars(run)})
 
     def write(self, record: Record) -> None:
         """Write a record."""
-        self._add({"record": "step", **asdict(record)})
+        self._add({"record": "step", **vars(record)})
 
     def close(self) -> None:
         """Close the file."""
@@ -103,7 +102,7 @@ class Csv:
     def write(self, record: Record) -> None:
         """Write a line; what is not finite is empty."""
         whole = {name: total(getattr(record, name)) for name in ("sum_of_squares", "square_of_sum")}
-        values = {**asdict(record), **whole}
+        values = {**vars(record), **whole}
         self._lines.add(",".join("" if values[name] is None else repr(values[name]) for name in self.COLUMNS))
 
     def close(self) -> None:
