@@ -293,7 +293,7 @@ class GradientMonitor:
 
 def _number(value: object, name: str, what: str) -> float:
     try:
-        return float(value)  # type: ignore[arg-type]
+        return float(value.detach() if isinstance(value, Tensor) else value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError) as error:
         given = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise UsageError(f"{name} is {given}; it is {what}, one number") from error

@@ -41,7 +41,7 @@ class RandomProjection(Quantity):
             on every device.
 
     Raises:
-        UsageError: fewer than one feature.
+        UsageError: fewer than one feature, or a number or seed that is no ``int``.
 
     Edge cases: a non-finite sample has non-finite features, and leaves the others alone. Tied parameters have the signs
     of their first name.
@@ -69,8 +69,11 @@ class RandomProjection(Quantity):
     operations: ClassVar[tuple[str, ...]] = ("project",)
 
     def __post_init__(self) -> None:
-        if self.features < 1:
-            raise UsageError(f"features is {self.features!r}; it is 1 or more")
+        if type(self.features) is not int or self.features < 1:
+            raise UsageError(f"features is {self.features!r}; it is a whole number, 1 or more")
+        # 1.0 and True are equal to 1, and would make other signs.
+        if type(self.seed) is not int:
+            raise UsageError(f"seed is {self.seed!r}; it is a whole number")
 
     def __repr__(self) -> str:
         return f"RandomProjection({self.features}, seed={self.seed})"

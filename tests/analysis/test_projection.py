@@ -195,8 +195,12 @@ def test_influence_from_a_store_is_near_that_of_gradients(tmp_path: Path) -> Non
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="features is 0"):
-        RandomProjection(0)
+    for features in (0, 2.5, True, "3", None):
+        with pytest.raises(UsageError, match="features is"):
+            RandomProjection(features)  # type: ignore[arg-type]
+    for seed in (1.0, True, "a", None):
+        with pytest.raises(UsageError, match="seed is"):
+            RandomProjection(3, seed)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="there is no store at"):
         FeatureStore(tmp_path / "none")
     store, _ = filled(tmp_path / "features")
