@@ -141,8 +141,12 @@ class GradientMonitor:
         self.layers = NoiseScale((len(self.layer_names),), decay)
         self.groups = NoiseScale((len(self.group_names),), decay)
         self._writers = [] if log is None else writers_of(log)
-        for writer in self._writers:
-            writer.start(self._run)
+        try:
+            for writer in self._writers:
+                writer.start(self._run)
+        except Exception:
+            self.close()
+            raise
 
     def measures(self, step: int) -> bool:
         """Whether a cadence comes to a step."""
@@ -227,13 +231,15 @@ class GradientMonitor:
             "groups": self.groups.state_dict(),
             "names": self.layer_names,
             "group_names": self.group_names,
+            "parameters": dict(self._run.parameters),
+            "members": dict(self._run.groups),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
 
         Raises:
-            UsageError: it is of other layers or groups.
+            UsageError: it is of other layers, parameters or groups.
         """
         if missing := self.state_dict().keys() - state.keys():
             raise UsageError(f"this is no state of a monitor: {', '.join(sorted(missing))} is not in it")
@@ -243,6 +249,9 @@ class GradientMonitor:
             raise UsageError(
                 f"the state is of groups {state['group_names']}; this monitor has {self.group_names}"
             )
+        for what, own in (("parameters", self._run.parameters), ("members", self._run.groups)):
+            if state[what] != own:
+                raise UsageError(f"the state is of other {what}: {state[what]}; this monitor has {own}")
         self.noise.load_state_dict(state["noise"])
         self.groups.load_state_dict(state["groups"])
         self.layers.load_state_dict(state["layers"])

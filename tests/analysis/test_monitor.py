@@ -232,6 +232,13 @@ def test_mistakes_in_a_step_are_named() -> None:
         monitor.load_state_dict({"noise": {}, "layers": {}, "names": []})
     with pytest.raises(UsageError, match=r"layers \['a'\]; this monitor has"):
         monitor.load_state_dict({**monitor.state_dict(), "names": ["a"]})
+    weights = GradientMonitor(network(), parameters="*.weight", groups={"all": "*"})
+    biases = GradientMonitor(network(), parameters="*.bias", groups={"all": "*"})
+    with pytest.raises(UsageError, match=r"the state is of other parameters: \{'0\.weight': 108"):
+        biases.load_state_dict(weights.state_dict())
+    heads = GradientMonitor(network(), parameters="*.weight", groups={"all": "5.*"})
+    with pytest.raises(UsageError, match=r"the state is of other members: \{'all': \['0\.weight'"):
+        heads.load_state_dict(weights.state_dict())
 
 
 def test_mistakes_show_in_steps_that_are_not_measured() -> None:

@@ -31,6 +31,8 @@ def test_the_log_of_another_model_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is the log of a model with other parameters"):
         log.start(Run({"0.weight": 7}, "standard"))
     log.close()
+    with pytest.raises(UsageError, match="is the log of a model with other parameters"):
+        GradientMonitor(network(), [tmp_path / "new.jsonl", path])
     assert path.read_bytes() == before and len(read_log(path).records) == 3
 
 
