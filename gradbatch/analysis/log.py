@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from types import NoneType, UnionType
+from typing import Any, Protocol, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
 
 from gradbatch.analysis.norms import LEVELS
 from gradbatch.errors import UsageError
 
 FORMAT = 1
+# What JSON may have for a number or a string; True is no number.
+SCALARS: Mapping[Any, set[type]] = {int: {int}, float: {int, float}, str: {str}, NoneType: {NoneType}}
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ def _entries(path: Path) -> list[Run | Record | None]:
 
 
 def entry_of(line: bytes, path: Path) -> Run | Record | None:
-    """A run or a record of a line; ``None`` where it is neither, or cut off.
+    """A run or a record of a line; ``None`` where it is neither, is cut off, or has other things in it.
 
     Raises:
         UsageError: it is of a later format.
@@ -205,19 +208,49 @@ def entry_of(line: bytes, path: Path) -> Run | Record | None:
     try:
         entry = json.loads(line)
         if entry["record"] == "step":
-            record = Record(**_known(Record, entry))
-            fits = isinstance(record.step, int) and len(record.quantiles) == len(LEVELS)
-            return record if fits else None
+            record = _made(Record, entry)
+            return record if record and len(record.quantiles) == len(LEVELS) else None
         if entry["record"] != "run":
             return None
         if entry["format"] > FORMAT:
             raise UsageError(
                 f"{path} has format {entry['format']}, of a later gradbatch; this reads {FORMAT}"
             )
-        return Run(**_known(Run, entry))
+        run = _made(Run, entry)
+        known = run is not None and all(run.parameters.keys() >= {*names} for names in run.groups.values())
+        return run if known else None
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _known(kind: type[Run] | type[Record], entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {field.name: entry[field.name] for field in fields(kind) if field.name in entry}
+Kind = TypeVar("Kind", Run, Record)
+
+
+def _made(kind: type[Kind], entry: Mapping[str, Any]) -> Kind | None:
+    """A run or a record; ``None`` where something in it is of another type."""
+    given = {name: entry[name] for name in CHECKS[kind] if name in entry}
+    return kind(**given) if all(CHECKS[kind][name](value) for name, value in given.items()) else None
+
+
+def _check(hint: Any) -> Callable[[Any], bool]:
+    """Whether a value that JSON gave is of a type."""
+    inner = get_args(hint)
+    if hint in SCALARS or (isinstance(hint, UnionType) and all(one in SCALARS for one in inner)):
+        types = {scalar for one in inner or (hint,) for scalar in SCALARS[one]}
+        return lambda value: type(value) in types
+    checks = [_check(one) for one in inner]
+    if isinstance(hint, UnionType):
+        return lambda value: any(check(value) for check in checks)
+    if get_origin(hint) is list:
+        return lambda value: type(value) is list and all(map(checks[0], value))
+    if get_origin(hint) is dict:
+        return lambda value: type(value) is dict and all(map(checks[1], value.values()))
+    # A tuple, for which JSON has lists.
+    return lambda value: (
+        type(value) is list
+        and len(value) == len(checks)
+        and all(check(one) for check, one in zip(checks, value, strict=True))
+    )
+
+
+CHECKS = {kind: {name: _check(hint) for name, hint in get_type_hints(kind).items()} for kind in (Run, Record)}

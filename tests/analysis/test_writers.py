@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,40 @@ def test_lines_of_an_unknown_kind_are_listed_and_left_out(tmp_path: Path) -> Non
     read = read_log(path)
     assert read.run == RUN and len(read.records) == 1
     assert read.broken == [f"{path}:{line}" for line in (3, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": 1.5},
+        {"samples": None},
+        {"samples": True},
+        {"loss": "low"},
+        {"quantiles": [1.0] * 6},
+        {"quantiles": [[1.0]] * 7},
+        {"sum_of_squares": [1.0, {}]},
+        {"sum_of_squares": None},
+        {"hardest": [[7]]},
+        {"hardest": [["a", 3.0]]},
+        {"histogram": [0, 3]},
+        {"cosines": [1.0]},
+    ],
+)
+def test_a_line_with_something_else_in_it_is_listed_and_left_out(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    path = written(tmp_path / "run.jsonl", range(2))
+    line = {**json.loads(path.read_bytes().splitlines()[-1]), "step": 7, **change}
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    read = read_log(path)
+    assert [entry.step for entry in read.records] == [0, 1] and read.broken == [f"{path}:4"]
+
+
+def test_a_run_whose_groups_are_of_other_parameters_is_no_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    log = JsonLines(path)
+    log.start(replace(RUN, groups={"all": ["none"]}))
+    log.close()
+    with pytest.raises(UsageError, match="no line says what was measured"):
+        read_log(path)
