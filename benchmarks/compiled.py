@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import describe, time_steps
-from gradbatch.plans.kernels import Tile, add_squares, squared_norm_ghost, squared_norms
+from gradbatch.plans.kernels import add_squares, squared_norm_ghost, squared_norms
+from gradbatch.plans.slabs import Tile
 
 Kernel = Callable[..., Tensor]
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from gradbatch.errors import UsageError
 from gradbatch.plans.choice import RECYCLED
 from gradbatch.plans.contractions import Plan, Planner, accumulation_dtype, check_operation
-from gradbatch.plans.kernels import add_squares, mirrored, spans, squared_norms
+from gradbatch.plans.kernels import add_squares, mirrored, squared_norms
+from gradbatch.plans.slabs import spans
 
 Self = TypeVar("Self", bound="PerSampleGrad")
 

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from gradbatch.errors import RuleError
 from gradbatch.factors.base import PerSampleGrad
+from gradbatch.factors.blocks import Blocks
 from gradbatch.factors.dense import Dense, check_devices, check_floating
+from gradbatch.factors.permuted import Permuted
 from gradbatch.plans.contractions import Plan, accumulation_dtype, select
 from gradbatch.plans.convolutions import Patches
-from gradbatch.plans.kernels import Operand, part, rounding
+from gradbatch.plans.keeping import growth, keep, pays_to_keep
+from gradbatch.plans.kernels import rounding
 from gradbatch.plans.positions import Positions
+from gradbatch.plans.slabs import Operand, part
 
 
 class OuterProduct(PerSampleGrad):
@@ -109,9 +113,15 @@ class OuterProduct(PerSampleGrad):
         return self.planner.plan(operation, self.left, self.right, shared=self._shared is not None)
 
     def _keep(self, operations: Sequence[str], room: int) -> tuple[PerSampleGrad, int]:
-        if self.planner.pays_to_keep(operations, self.left, self.right, room):
-            return Dense(self._dense()), self.planner.growth(self.left, self.right)
-        return self, 0
+        if not pays_to_keep(self.planner, operations, self.left, self.right, room):
+            return self, 0
+        more = growth(self.left, self.right)
+        strips, channels_last = keep(self.planner, self.left, self.right)
+        if strips[0].dim() == 4:
+            return Dense(strips[0].reshape(self.num_samples, *self.shape)), more
+        blocks = {i * strip[0].numel(): Dense(strip) for i, strip in enumerate(strips)}
+        by_strip = Blocks(blocks, (len(strips), *strips[0].shape[1:]))  # [strips, G, P, *elements]
+        return Permuted(by_strip, (1, 2, 4, 0, 3) if channels_last else (1, 2, 3, 0, 4), self.shape), more
 
     def _noise(self) -> Tensor:
         tile = self._plan("squared_norm").tile

@@ -15,11 +15,13 @@ from gradbatch.factors.base import PerSampleGrad, dense_gram, dense_inner
 from gradbatch.factors.blocks import Blocks, matched
 from gradbatch.factors.dense import Dense
 from gradbatch.factors.outer_product import OuterProduct
+from gradbatch.factors.permuted import Permuted
 from gradbatch.factors.row_scatter import RowScatter
 from gradbatch.factors.sums import Concat, Sum, sum_tensors
 from gradbatch.plans.contractions import accumulation_dtype
 from gradbatch.plans.convolutions import Patches
-from gradbatch.plans.kernels import cancelled, mirrored, repaired, spans
+from gradbatch.plans.kernels import cancelled, mirrored, repaired
+from gradbatch.plans.slabs import spans
 
 
 def inner(left: PerSampleGrad, right: PerSampleGrad) -> Tensor:
@@ -280,11 +282,20 @@ def _blocks_gram(left: Blocks, right: Blocks) -> Tensor:
     return sum_tensors([nothing, *(gram(a, b) for a, b in pairs)])
 
 
+def _permuted_inner(left: Permuted, right: Permuted) -> Tensor:
+    return inner(left.grad, right.grad) if left.is_like(right) else dense_inner(left, right)
+
+
+def _permuted_gram(left: Permuted, right: Permuted) -> Tensor:
+    return gram(left.grad, right.grad) if left.is_like(right) else dense_gram(left, right)
+
+
 _INNER: dict[tuple[type, type], Callable[..., Tensor]] = {
     (OuterProduct, OuterProduct): _outer_outer_inner,
     (RowScatter, RowScatter): row_scatter.inner,
     (RowScatter, OuterProduct): _scatter_outer_inner,
     (Blocks, Blocks): _blocks_inner,
+    (Permuted, Permuted): _permuted_inner,
 }
 
 _GRAM: dict[tuple[type, type], Callable[..., Tensor]] = {
@@ -292,4 +303,5 @@ _GRAM: dict[tuple[type, type], Callable[..., Tensor]] = {
     (RowScatter, RowScatter): row_scatter.gram,
     (RowScatter, OuterProduct): _scatter_outer_gram,
     (Blocks, Blocks): _blocks_gram,
+    (Permuted, Permuted): _permuted_gram,
 }

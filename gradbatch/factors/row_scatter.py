@@ -9,7 +9,8 @@ from gradbatch.errors import RuleError
 from gradbatch.factors.base import PerSampleGrad
 from gradbatch.factors.dense import check_devices, check_floating
 from gradbatch.plans.contractions import accumulation_dtype
-from gradbatch.plans.kernels import noise, spans
+from gradbatch.plans.kernels import noise
+from gradbatch.plans.slabs import spans
 
 
 class RowScatter(PerSampleGrad):

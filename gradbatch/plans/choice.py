@@ -8,7 +8,7 @@ from functools import lru_cache
 from gradbatch.errors import UsageError
 from gradbatch.plans.convolutions import CORRELATE_METHODS
 from gradbatch.plans.costs import Cost, Sizes, cost_from_dense, cost_without_dense
-from gradbatch.plans.kernels import Tile
+from gradbatch.plans.slabs import Tile
 
 PLANS: Mapping[str, tuple[str, ...]] = {
     "dense": ("einsum", *CORRELATE_METHODS),
@@ -23,9 +23,13 @@ PLANS: Mapping[str, tuple[str, ...]] = {
 }
 """Every operation and the names of the plans that evaluate it."""
 
-# Unfolding and multiplying is the fastest way to the gradients of a convolution on a CPU unless there are groups, or
-# many positions of a wide window (measured, one thread; see benchmarks/RESULTS.md).
-_MANY_POSITIONS, _NARROW = 512, 64
+KEEP = "keep"
+"""Plans like ``"dense"``, but in whichever order of elements is the fastest."""
+
+# Measured on a CPU, one thread (benchmarks/RESULTS.md). The native kernel is the fastest way to the gradients of a
+# convolution without groups where many positions of a wide window are added up; of one with groups, where these have
+# one channel or whole vectors of channels.
+_MANY_POSITIONS, _NARROW, _VECTOR = 512, 64, 8
 
 # Temporaries up to this size are carved out of memory that the C library keeps on a CPU; larger ones are fetched from
 # the system page by page, which takes longer than the arithmetic. They stay in a cache besides.
@@ -83,9 +87,10 @@ def candidates(
 ) -> tuple[Plan, ...]:
     """Every plan that can evaluate an operation, the fastest by the cost model first; the forced one alone."""
     forced = dict(force)
-    kernels = _kernels(sizes, forced.get("dense"))
+    room = budget if sizes.cuda else min(budget, RECYCLED)
+    kernels = _kernels(operation, sizes, forced.get("dense"), room // sizes.itemsize)
     costs: dict[tuple[str, str], Cost] = {}
-    if operation == "dense":
+    if operation in ("dense", KEEP):
         costs = {(kernel, kernel): cost_from_dense(operation, sizes, kernel) for kernel in kernels}
     elif operation == "sum":
         names = ("native", "einsum") if sizes.window else ("einsum",)
@@ -100,7 +105,6 @@ def candidates(
         costs = {plan: cost for plan, cost in costs.items() if plan[0] == name}
     # Kernels are in the order of preference; their costs differ by what is unfolded alone.
     times = {plan: (cost.time if plan[1] == kernels[0] else math.inf) for plan, cost in costs.items()}
-    room = budget if sizes.cuda else min(budget, RECYCLED)
     return tuple(
         _plan(operation, *plan, costs[plan], sizes, room // sizes.itemsize)
         for plan in sorted(costs, key=times.__getitem__)
@@ -112,15 +116,32 @@ def _plan(operation: str, name: str, kernel: str, cost: Cost, sizes: Sizes, room
     return Plan(operation, name, cost.flops, held * sizes.itemsize, tile, kernel, cost.time)
 
 
-def _kernels(sizes: Sizes, forced: str | None) -> tuple[str, ...]:
+def _kernels(operation: str, sizes: Sizes, forced: str | None, room: int) -> tuple[str, ...]:
     """How gradients can be materialised, the best guess first."""
     if not sizes.window:
         return ("einsum",)
     if forced in CORRELATE_METHODS:
         return (str(forced),)
-    wide = sizes.t > _MANY_POSITIONS and sizes.d > _NARROW
-    first = "grouped" if not sizes.cuda and sizes.window > 1 and (sizes.g > 1 or wide) else "unfold"
+    channels, first = sizes.d // sizes.window, "unfold"
+    if not sizes.cuda and sizes.window > 1:
+        wide = sizes.t > _MANY_POSITIONS and sizes.d > _NARROW
+        vectors = sizes.p == channels == 1 or not (sizes.p % _VECTOR or channels % _VECTOR)
+        if wide if sizes.g == 1 else vectors:
+            first = "grouped"
+        elif _strips_pay(operation, sizes, room):
+            first = "strips_last" if sizes.g == 1 else "strips"
     return (first, *(method for method in CORRELATE_METHODS if method != first))
+
+
+def _strips_pay(operation: str, sizes: Sizes, room: int) -> bool:
+    """Whether strips save more than they cost: the copying of overlaps, against more and smaller products."""
+    if 2 * sizes.stripped > sizes.g * sizes.d * sizes.t:
+        return False
+    if operation == "dense":  # they have to be put together
+        return 2 * sizes.p * sizes.strips <= sizes.t
+    if operation in ("inner", "gram") and (sizes.pair or sizes.n * sizes.stripped > room):
+        return False
+    return 4 * sizes.t >= sizes.p
 
 
 def _tile(operation: str, name: str, cost: Cost, sizes: Sizes, room: int) -> tuple[Tile, int]:
@@ -134,7 +155,7 @@ def _tile(operation: str, name: str, cost: Cost, sizes: Sizes, room: int) -> tup
         room = room // 2
         unfold = min(samples, max(1, room // cost.unfolded))
     elements = max(1, cost.elements)
-    if operation == "dense":
+    if operation in ("dense", KEEP):
         return Tile(samples, rows, positions, unfold), unfold * cost.unfolded
     if operation == "gram":
         both = max(samples, sizes.m)

@@ -7,13 +7,13 @@ their digits that way are found and materialised.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from gradbatch.errors import UsageError
-from gradbatch.plans import kernels
+from gradbatch.plans import kernels, slabs
 from gradbatch.plans.choice import (
     PLANS as PLANS,
     RECYCLED,
@@ -22,16 +22,17 @@ from gradbatch.plans.choice import (
     check_force,
     check_operation as check_operation,
 )
-from gradbatch.plans.costs import FLOPS_FETCHED, FLOPS_READ, Sizes
-from gradbatch.plans.kernels import Operand as Operand, Tile
+from gradbatch.plans.costs import Sizes
 from gradbatch.plans.measured import Timings, key_of
 from gradbatch.plans.operands import (
     accumulation_dtype as accumulation_dtype,
     promoted,
     select as select,
+    strip_sizes,
     widened,
     window_of,
 )
+from gradbatch.plans.slabs import Operand as Operand, Tile
 
 DEFAULT_BUDGET = 256 * 2**20
 
@@ -101,22 +102,24 @@ class Planner:
         Raises:
             UsageError: for an unknown operation.
         """
-        sizes, plans = self._candidates(operation, left, right, others, count, shared)
+        check_operation(operation)
+        sizes, plans = self.candidates(operation, left, right, others, count, shared)
         known = self._timings.best.get(key_of(operation, sizes, left, right))
         return plans[0] if known is None else known[0]
 
-    def _candidates(
+    def candidates(
         self,
         operation: str,
         left: Tensor,
         right: Operand,
-        others: tuple[Tensor, Operand] | None,
-        count: int,
+        others: tuple[Tensor, Operand] | None = None,
+        count: int = 1,
         shared: bool = False,
     ) -> tuple[Sizes, tuple[Plan, ...]]:
-        check_operation(operation)
+        """The sizes of operands, and every plan for an operation on them, the fastest by the cost model first."""
         left2, right2 = others or (left, right)
         dtype = accumulation_dtype(left.dtype, right.dtype, left2.dtype, right2.dtype)
+        strips, stripped = strip_sizes(right)
         sizes = Sizes(
             n=left.shape[0],
             g=left.shape[1],
@@ -129,6 +132,8 @@ class Planner:
             itemsize=dtype.itemsize,
             pair=others is not None,
             window=max(window_of(right), window_of(right2)),
+            strips=strips,
+            stripped=stripped,
             cuda=left.device.type == "cuda",
             shared=shared,
         )
@@ -145,34 +150,10 @@ class Planner:
         shared: bool = False,
     ) -> Tensor:
         """Run the best plan."""
-        sizes, plans = self._candidates(operation, left, right, others, count, shared)
+        sizes, plans = self.candidates(operation, left, right, others, count, shared)
         if not self.measure or len(plans) == 1:
             return run(plans[0])
         return self._timings.run(key_of(operation, sizes, left, right), plans, run, left.device)
-
-    def growth(self, left: Tensor, right: Operand) -> int:
-        """Bytes by which materialised gradients are larger than the operands that they stand for; at least 0."""
-        itemsize = accumulation_dtype(left.dtype, right.dtype).itemsize
-        return max(0, math.prod(kernels.shape_of(left, right)) * itemsize - left.nbytes - right.nbytes)
-
-    def pays_to_keep(self, operations: Sequence[str], left: Tensor, right: Operand, room: int) -> bool:
-        """Whether several operations are faster from gradients that are materialised once and kept.
-
-        They are not kept where plans are forced.
-
-        Args:
-            operations: keys of :data:`PLANS`.
-            left, right: the operands.
-            room: bytes by which what is kept may be larger than the operands.
-        """
-        if self.force or self.growth(left, right) > room:
-            return False
-        sizes, (dense, *_) = self._candidates("dense", left, right, None, 1)
-        elements = math.prod(kernels.shape_of(left, right))
-        kept = elements * sizes.itemsize
-        fetched = 0 if sizes.cuda or kept <= RECYCLED else FLOPS_FETCHED * elements
-        apart = sum(self._candidates(name, left, right, None, 1)[1][0].time for name in operations)
-        return dense.time + fetched + FLOPS_READ * elements * len(operations) < apart
 
     def dense(self, left: Tensor, right: Operand, out: Tensor | None = None) -> Tensor:
         """Per-sample gradients, ``[N, G, P, D]``, in memory of the caller's if there is some."""
@@ -180,9 +161,9 @@ class Planner:
 
         def run(plan: Plan) -> Tensor:
             if out is None:
-                return kernels.slab(left, right, plan.tile, plan.kernel)
+                return slabs.slab(left, right, plan.tile, plan.kernel)
             bytes_each = math.prod(out.shape[1:]) * out.dtype.itemsize
-            return kernels.fill(
+            return slabs.fill(
                 out, left, right, max(1, RECYCLED // max(1, bytes_each)), plan.tile, plan.kernel
             )
 
@@ -301,7 +282,7 @@ class Planner:
         def run(plan: Plan) -> Tensor:
             if plan.name != "squares":
                 return kernels.sum_of_squares(left, right, center, plan.tile, plan.kernel)
-            squares = self.sum(left.square(), kernels.columns(right).square())
+            squares = self.sum(left.square(), slabs.columns(right).square())
             return squares if center is None else self._centered(squares, left, right, center)
 
         return self._evaluate(run, "sum_of_squares", left, right)
@@ -342,6 +323,6 @@ class Planner:
         """Materialise the samples whose ghost sums are not to be trusted: their positions, ``[n, G, P, D]``."""
         lost = kernels.cancelled_samples(left, right, norms, tile)
         bytes_each = left.shape[1] * left.shape[2] * right.shape[2] * left.dtype.itemsize
-        for start, stop in kernels.spans(len(lost), self.budget // max(1, bytes_each)) if len(lost) else ():
+        for start, stop in slabs.spans(len(lost), self.budget // max(1, bytes_each)) if len(lost) else ():
             index = lost[start:stop]
             yield index, self.dense(left[index], select(right, index))

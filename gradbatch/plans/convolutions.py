@@ -6,7 +6,8 @@ take is decided elsewhere. None of them ever forms the product of one group with
 only.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -17,12 +18,15 @@ from gradbatch.plans.windows import Patches, Window, fold, pad_to, same_padding,
 
 __all__ = [
     "CORRELATE_METHODS",
+    "STRIPS",
     "SUM_METHODS",
     "Patches",
     "Window",
     "correlate",
     "correlate_sum",
     "fold",
+    "from_strips",
+    "in_strips",
     "same_padding",
     "unfold",
 ]
@@ -40,9 +44,10 @@ def correlate(left: Tensor, right: Patches, method: str = "unfold") -> Tensor:
             input.
         right: ``[N, G, D, T]``; the patches of a convolution's input, of a transposed convolution's output
             gradient.
-        method: ``"unfold"`` multiplies by the unfolded patches; ``"grouped"`` is one native convolution
-            weight gradient with ``N * G`` groups; ``"vmap"`` batches the native one over samples; ``"loop"``
-            runs it sample by sample.
+        method: ``"unfold"`` multiplies by the unfolded patches; ``"strips"`` and ``"strips_last"`` by those that
+            are unfolded in all dimensions but the first (:meth:`Patches.strips`); ``"grouped"`` is one native
+            convolution weight gradient with ``N * G`` groups; ``"vmap"`` batches the native one over samples;
+            ``"loop"`` runs it sample by sample.
 
     Edge cases: what a native kernel cannot do (no samples, no positions, more than three dimensions, half
     precision on a CPU) is done by ``"unfold"``. Native kernels follow the framework's settings, TF32 on CUDA
@@ -54,9 +59,9 @@ def correlate(left: Tensor, right: Patches, method: str = "unfold") -> Tensor:
     if method not in CORRELATE_METHODS:
         raise UsageError(f"correlate has no method {method!r}; it has {', '.join(CORRELATE_METHODS)}.")
     left, right = _same_dtype(left, right)
-    if not _native(left, right):
-        method = "unfold"
-    return _CORRELATE[method](left, right)
+    if method in STRIPS:
+        return _correlate_strips(left, right, method)
+    return _CORRELATE[method if _native(left, right) else "unfold"](left, right)
 
 
 def correlate_sum(left: Tensor, right: Patches, method: str = "native") -> Tensor:
@@ -86,6 +91,11 @@ def correlate_sum(left: Tensor, right: Patches, method: str = "native") -> Tenso
 
 def _correlate_unfold(left: Tensor, right: Patches) -> Tensor:
     return torch.matmul(left, right.unfold().mT)
+
+
+def _correlate_strips(left: Tensor, right: Patches, method: str) -> Tensor:
+    strips = [torch.matmul(left, strip.mT) for strip in right.strips(STRIPS[method])]
+    return from_strips(torch.stack(strips), right, method)
 
 
 def _correlate_grouped(left: Tensor, right: Patches) -> Tensor:
@@ -124,11 +134,30 @@ _CORRELATE: dict[str, Callable[[Tensor, Patches], Tensor]] = {
     "loop": _correlate_loop,
 }
 
-CORRELATE_METHODS: tuple[str, ...] = tuple(_CORRELATE)
+STRIPS: Mapping[str, bool] = {"strips": False, "strips_last": True}
+"""The methods that cut patches into strips, and whether the channels are last in these."""
+
+CORRELATE_METHODS: tuple[str, ...] = (*_CORRELATE, *STRIPS)
 """The methods of :func:`correlate`."""
 
 SUM_METHODS: tuple[str, ...] = ("native", "unfold")
 """The methods of :func:`correlate_sum`."""
+
+
+def in_strips(tensor: Tensor, patches: Patches, method: str) -> Tensor:
+    """View what belongs to each strip of ``tensor [*, D]``: ``[strips, *, elements]``, the elements on two axes."""
+    places, *others = patches.window.kernel
+    channels = patches.source.shape[1] // patches.groups
+    strips: Tensor = tensor.unflatten(-1, (channels, places, math.prod(others))).movedim(-2, 0)
+    return strips.mT if STRIPS[method] else strips
+
+
+def from_strips(strips: Tensor, patches: Patches, method: str) -> Tensor:
+    """Put together what belongs to each strip, ``[strips, *, D / strips]``: ``[*, D]``."""
+    channels, others = patches.source.shape[1] // patches.groups, math.prod(patches.window.kernel[1:])
+    last = STRIPS[method]
+    split: Tensor = strips.unflatten(-1, (others, channels) if last else (channels, others))
+    return (split.mT if last else split).movedim(0, -2).flatten(-3)
 
 
 def _aligned(patches: Patches) -> tuple[Tensor, Window]:

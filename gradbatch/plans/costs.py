@@ -12,6 +12,8 @@ from functools import lru_cache
 import opt_einsum
 from torch import Tensor
 
+from gradbatch.plans.convolutions import STRIPS
+
 Path = tuple[tuple[int, ...], ...]
 
 MATERIALISE = "ngpt,ngdt->ngpd"
@@ -51,8 +53,9 @@ class Sizes:
     """The sizes of an operation's operands, named by their einsum letters, and how they are stored.
 
     ``pair``: there is a second left and right; ``window``: elements of the window that patches, not unfolded yet, are
-    read with, 0 where there are none; ``cuda``: they are on a CUDA device; ``shared``: another parameter has the left
-    one too.
+    read with, 0 where there are none; ``strips``: how many of them those can be cut into, and ``stripped`` the elements
+    that are unfolded for that in a sample; ``cuda``: they are on a CUDA device; ``shared``: another parameter has the
+    left one too.
     """
 
     n: int
@@ -66,6 +69,8 @@ class Sizes:
     itemsize: int
     pair: bool
     window: int
+    strips: int
+    stripped: int
     cuda: bool
     shared: bool = False
 
@@ -146,6 +151,8 @@ def cost_from_dense(operation: str, sizes: Sizes, kernel: str) -> Cost:
     """Cost of materialising the gradients first, with one of the kernels that do that."""
     elements = sizes.g * sizes.p * sizes.d
     unfolded = sizes.g * sizes.d * sizes.t if kernel == "unfold" else 0
+    if kernel in STRIPS:
+        unfolded = sizes.stripped
     flops = order(MATERIALISE, (((0, 1),),), sizes.shapes(MATERIALISE))[1]
     samples = sizes.n
     if sizes.pair:
@@ -155,4 +162,5 @@ def cost_from_dense(operation: str, sizes: Sizes, kernel: str) -> Cost:
     if operation in FROM_DENSE:
         equation = FROM_DENSE[operation]
         flops += order(equation, (((0, 1),),), sizes.shapes(equation))[1]
-    return Cost(flops, elements, unfolded, samples * (elements + unfolded))
+    held = elements // sizes.strips if kernel in STRIPS else elements
+    return Cost(flops, held, unfolded, samples * (elements + unfolded))

@@ -6,93 +6,27 @@ once. Samples are only ever independent rows, columns or batches of a product, s
 """
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from gradbatch.plans.convolutions import Patches, correlate, correlate_sum
+from gradbatch.plans.convolutions import STRIPS, Patches, correlate_sum
 from gradbatch.plans.costs import contract
-
-Operand = Tensor | Patches
+from gradbatch.plans.slabs import (
+    Operand,
+    Tile,
+    columns,
+    cut,
+    joined,
+    part,
+    shape_of,
+    slabs,
+    spans,
+    unstripped,
+)
 
 _LONG_ROW, _PIECE = 4096, 1024
-
-
-class Tile(NamedTuple):
-    """How much is held at once: samples, output rows of the gradient, second positions, samples unfolded."""
-
-    samples: int
-    rows: int
-    positions: int
-    unfold: int
-
-
-def spans(total: int, step: int) -> Iterator[tuple[int, int]]:
-    """Cut ``range(total)`` into spans of at most ``step``; an empty range is one empty span."""
-    for start in range(0, max(total, 1), max(step, 1)):
-        yield start, min(start + max(step, 1), total)
-
-
-def part(operand: Operand, start: int, stop: int) -> Operand:
-    """View the samples from ``start`` to ``stop``."""
-    if isinstance(operand, Tensor):
-        return operand[start:stop]
-    rows = operand.rows
-    source = operand.source[start * rows : stop * rows]
-    return Patches(source, operand.window, operand.groups, operand.positions, rows)
-
-
-def columns(right: Operand) -> Tensor:
-    """The right operand as a tensor, ``[N, G, D, T]``."""
-    return right if isinstance(right, Tensor) else right.unfold()
-
-
-def slab(left: Tensor, right: Operand, tile: Tile, method: str) -> Tensor:
-    """Materialise the gradients of some samples and output rows, ``[n, G, p, D]``.
-
-    Unfolded patches may be far larger than the gradients, so they have a tile of their own.
-    """
-    if isinstance(right, Tensor):
-        return torch.matmul(left, right.mT)
-    if method != "unfold":
-        return correlate(left, right, method)
-    if tile.unfold >= len(left):
-        return torch.matmul(left, right.unfold().mT)
-    out = left.new_empty(shape_of(left, right))
-    for start, stop in spans(len(left), tile.unfold):
-        out[start:stop] = torch.matmul(left[start:stop], columns(part(right, start, stop)).mT)
-    return out
-
-
-def fill(out: Tensor, left: Tensor, right: Operand, samples: int, tile: Tile, method: str) -> Tensor:
-    """Write the gradients to ``out [N, G, P, D]``; so many samples at a time where a kernel allocates its result."""
-    product = isinstance(right, Tensor) or method == "unfold"
-    step = min(tile.unfold, len(left)) if product else samples
-    for start, stop in spans(len(left), step):
-        chosen = part(right, start, stop)
-        if product:
-            torch.matmul(left[start:stop], columns(chosen).mT, out=out[start:stop])
-        else:
-            out[start:stop] = slab(left[start:stop], chosen, tile, method)
-    return out
-
-
-def slabs(left: Tensor, right: Operand, tile: Tile, method: str) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Materialise the gradients tile by tile: samples, output rows, ``[n, G, p, D]``."""
-    for start, stop in spans(left.shape[0], tile.samples):
-        chosen = part(right, start, stop)
-        if method == "unfold" and stop - start <= tile.unfold and tile.rows < left.shape[2]:
-            chosen = columns(chosen)
-        for top, bottom in spans(left.shape[2], tile.rows):
-            block = slab(left[start:stop, :, top:bottom], chosen, tile, method)
-            yield slice(start, stop), slice(top, bottom), block
-
-
-def shape_of(left: Tensor, right: Operand) -> tuple[int, int, int, int]:
-    """``(N, G, P, D)``."""
-    return left.shape[0], left.shape[1], left.shape[2], right.shape[2]
 
 
 def summed(left: Tensor, right: Operand, tile: Tile, native: bool) -> Tensor:
@@ -115,16 +49,16 @@ def _summed_product(left: Tensor, right: Tensor) -> Tensor:
 
 def weighted_dense(left: Tensor, right: Operand, weights: Tensor, tile: Tile, method: str) -> Tensor:
     """Weighted sums, ``[K, G, P, D]``, of materialised gradients."""
-    out = left.new_zeros(len(weights), *shape_of(left, right)[1:])
-    for samples, rows, block in slabs(left, right, tile, method):
-        out[:, :, rows] += torch.tensordot(weights[:, samples], block, 1)
-    return out
+    out = cut(left.new_zeros(len(weights), *shape_of(left, right)[1:]), right, method)
+    for samples, rows, strip, block in slabs(left, right, tile, method):
+        out[strip][:, :, rows] += torch.tensordot(weights[:, samples], block, 1)
+    return joined(out, right, method)
 
 
 def squared_norm_dense(left: Tensor, right: Operand, tile: Tile, method: str) -> Tensor:
     """Squared norms, ``[N]``, of materialised gradients."""
     out = left.new_zeros(left.shape[0])
-    for samples, _, block in slabs(left, right, tile, method):
+    for samples, _, _, block in slabs(left, right, tile, method):
         out[samples] += squared_norms(block)
     return out
 
@@ -202,8 +136,9 @@ def inner_dense(
 ) -> Tensor:
     """Inner products, ``[N]``, of materialised gradients."""
     out = left.new_zeros(left.shape[0])
-    pairs = zip(slabs(left, right, tile, methods[0]), slabs(left2, right2, tile, methods[1]), strict=True)
-    for (samples, _, block), (_, _, block2) in pairs:
+    first, second = (unstripped(method) for method in methods)
+    pairs = zip(slabs(left, right, tile, first), slabs(left2, right2, tile, second), strict=True)
+    for (samples, *_, block), (*_, block2) in pairs:
         out[samples] += (block * block2).sum((1, 2, 3))
     return out
 
@@ -241,15 +176,18 @@ def gram_dense(
     """Inner products of all pairs, ``[N, M]``, of materialised gradients, a slab of output rows at a time."""
     out = left.new_zeros(left.shape[0], left2.shape[0])
     same = left is left2 and right is right2
+    if same and tile.samples >= len(left) and (methods[0] not in STRIPS or tile.unfold >= len(left)):
+        for *_, block in slabs(left, right, tile, methods[0]):
+            flat = block.reshape(len(block), math.prod(block.shape[1:]))
+            out += flat @ flat.mT
+        return mirrored(out)
+    first, second = (unstripped(method) for method in methods)
     for top, bottom in spans(left.shape[2], tile.rows):
         lefts, lefts2 = left[:, :, top:bottom], left2[:, :, top:bottom]
         whole = tile._replace(rows=bottom - top)
-        for samples, _, block in slabs(lefts, right, whole, methods[0]):
+        for samples, *_, block in slabs(lefts, right, whole, first):
             flat = block.reshape(len(block), math.prod(block.shape[1:]))
-            if same and len(block) == left.shape[0]:
-                out += flat @ flat.mT
-                continue
-            for samples2, _, block2 in slabs(lefts2, right2, whole, methods[1]):
+            for samples2, *_, block2 in slabs(lefts2, right2, whole, second):
                 out[samples, samples2] += flat @ block2.reshape(len(block2), flat.shape[1]).mT
     return mirrored(out) if same else out
 
@@ -262,10 +200,11 @@ def mirrored(gram: Tensor) -> Tensor:
 
 def sum_of_squares(left: Tensor, right: Operand, center: Tensor | None, tile: Tile, method: str) -> Tensor:
     """Sums over samples of squared differences from ``center [G, P, D]``, ``[G, P, D]``."""
-    out = left.new_zeros(shape_of(left, right)[1:])
-    for _, rows, block in slabs(left, right, tile, method):
-        add_squares(out[:, rows], block if center is None else block - center[:, rows])
-    return out
+    out = cut(left.new_zeros(shape_of(left, right)[1:]), right, method)
+    centers = None if center is None else cut(center, right, method)
+    for _, rows, strip, block in slabs(left, right, tile, method):
+        add_squares(out[strip][:, rows], block if centers is None else block - centers[strip][:, rows])
+    return joined(out, right, method)
 
 
 def project_contract(left: Tensor, right: Operand, directions: Tensor, tile: Tile) -> Tensor:
@@ -279,8 +218,9 @@ def project_contract(left: Tensor, right: Operand, directions: Tensor, tile: Til
 def project_dense(left: Tensor, right: Operand, directions: Tensor, tile: Tile, method: str) -> Tensor:
     """Inner products with ``directions [K, G, P, D]``, ``[N, K]``, of materialised gradients."""
     out = left.new_zeros(left.shape[0], len(directions))
-    for samples, rows, block in slabs(left, right, tile, method):
-        out[samples] += torch.tensordot(block, directions[:, :, rows].permute(1, 2, 3, 0), 3)
+    directions = cut(directions, right, method)
+    for samples, rows, strip, block in slabs(left, right, tile, method):
+        out[samples] += torch.tensordot(block, directions[strip][:, :, rows].permute(1, 2, 3, 0), 3)
     return out
 
 

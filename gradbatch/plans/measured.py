@@ -11,7 +11,7 @@ from torch import Tensor
 from gradbatch.plans.choice import Plan
 from gradbatch.plans.convolutions import Patches
 from gradbatch.plans.costs import Sizes
-from gradbatch.plans.kernels import Operand
+from gradbatch.plans.slabs import Operand
 
 # A candidate that takes this much longer than the fastest so far is not run a second time.
 _HOPELESS = 2.0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradbatch.plans.convolutions import Patches
-from gradbatch.plans.kernels import Operand
+from gradbatch.plans.slabs import Operand
 
 AnyOperand = TypeVar("AnyOperand", bound=Operand)
 
@@ -15,6 +15,11 @@ AnyOperand = TypeVar("AnyOperand", bound=Operand)
 def window_of(operand: Operand) -> int:
     """Elements of the window that patches are read with; 0 for a tensor."""
     return math.prod(operand.window.kernel) if isinstance(operand, Patches) else 0
+
+
+def strip_sizes(operand: Operand) -> tuple[int, int]:
+    """How many strips patches can be cut into, and how many elements of a sample are copied for that; or 1 and 0."""
+    return operand.strip_sizes() if isinstance(operand, Patches) else (1, 0)
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:

@@ -5,7 +5,7 @@ here knows what is multiplied with what. Tensors and shapes only.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +110,68 @@ class Patches:
             self.shape[0], self.rows, *views.shape[1:]
         )  # [N, rows, G, C/G, *kernel, *positions]
         return views.movedim(1, 3 + n).reshape(self.shape)
+
+    def strips(self, channels_last: bool) -> Iterator[Tensor]:
+        """Cut the patches by the first dimension of the window, one strip ``[N, G, D / K, T]`` for each of its places.
+
+        Neighbouring windows overlap, so all strips are views of one tensor in which the other dimensions alone are
+        unfolded: a ``K``-th of what :meth:`unfold` copies, and still operands of matrix products.
+
+        Args:
+            channels_last: the elements of a strip are ordered by place, then by channel, and lie next to each other in
+                memory; otherwise by channel, then by place, and its positions lie next to each other.
+        """
+        unfolded, inner = self._unfolded_but_first(channels_last), math.prod(self.positions[1:])
+        for place in range(self.window.kernel[0]):
+            start, phase = divmod(place * self.window.dilation[0], self.window.stride[0])
+            strip = unfolded[:, :, :, phase].narrow(3, start * inner, self.positions[0] * inner)
+            # Of several rows of one sample, the positions follow each other.
+            split: Tensor = strip.unflatten(0, (self.shape[0], self.rows))
+            yield split.movedim(1, 3).flatten(3)
+
+    def strip_sizes(self) -> tuple[int, int]:
+        """How many strips there are, and how many elements of a sample are copied for them."""
+        places, *others = self.window.kernel
+        lines = math.prod(self._lines())
+        channels = self.source.shape[1]
+        return places, self.rows * channels * math.prod(others) * lines * math.prod(self.positions[1:])
+
+    def _lines(self) -> tuple[int, int]:
+        """How often the stride fits into the padded source, from the first line read to the last; and the stride."""
+        step = self.window.stride[0]
+        return -(-self.window.extents(self.positions)[0] // step), step
+
+    def _unfolded_but_first(self, channels_last: bool) -> Tensor:
+        """``[R, G, D / K, stride, *]``: the lines of the padded source that one strip reads follow each other."""
+        window, n = self.window, len(self.window.kernel)
+        lines, step = self._lines()
+        extents = lines * step, *window.extents(self.positions)[1:]
+        padded = self._padded_groups(extents, channels_last)
+        views: Tensor = padded.unflatten(3, (lines, step))  # [R, G, C / G, lines, step, *size]
+        for i in range(1, n):
+            reach = (window.kernel[i] - 1) * window.dilation[i] + 1
+            views = views.unfold(4 + i, reach, window.stride[i])[..., :: window.dilation[i]]
+            views = views.narrow(4 + i, 0, self.positions[i])
+        # Now [R, G, C / G, lines, step, *positions, *kernel], both without their first.
+        lines_first, elements = (4, 3, *range(5, 4 + n)), range(4 + n, 3 + 2 * n)
+        if channels_last:
+            rows = views.permute(0, 1, *lines_first, *elements, 2).flatten(3 + n).flatten(3, 2 + n)
+            return rows.movedim(4, 2)
+        return views.permute(0, 1, 2, *elements, *lines_first).flatten(2, 1 + n).flatten(4)
+
+    def _padded_groups(self, extents: Sequence[int], channels_last: bool) -> Tensor:
+        """The padded source, ``[R, G, C / G, *extents]``, with the channels next to each other in memory if asked."""
+        rows, channels = self.source.shape[0], self.source.shape[1] // self.groups
+        if not channels_last:
+            views: Tensor = pad_to(self.source, self.window, extents).unflatten(1, (self.groups, channels))
+            return views
+        padded = self.source.new_zeros(rows, self.groups, *extents, channels).movedim(-1, 2)
+        inside, source = padded, self.source.unflatten(1, (self.groups, channels))
+        for i, (front, extent) in enumerate(zip(self.window.padding, extents, strict=True)):
+            length = max(0, min(source.shape[3 + i], extent - front))
+            inside, source = inside.narrow(3 + i, min(front, extent), length), source.narrow(3 + i, 0, length)
+        inside.copy_(source)
+        return padded
 
     def per_sample(self) -> Tensor:
         """View the source as ``[N, rows, C, *size]``."""

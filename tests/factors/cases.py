@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradbatch.factors import Blocks, Concat, Dense, OuterProduct, PerSampleGrad, RowScatter, Sum
+from gradbatch.factors import Blocks, Concat, Dense, OuterProduct, Permuted, PerSampleGrad, RowScatter, Sum
 from gradbatch.plans.convolutions import Patches, Window
 
 SHAPE = (6, 4)
@@ -137,12 +137,16 @@ def sum_with_micro_batches(n: int, make: Maker) -> Case:
     return _sum([micro_batches(n, make), scatter(n, make), patches_of_rows(n, make)])
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    return torch.einsum("npt,ndt->npd", left[:, 0].double(), right[:, 0].double())
+
+
 def blocks(n: int, make: Maker) -> Case:
     """Of different structure, out of order, one empty; the last row belongs to none."""
     left, right, values = make.draw(n, 1, 3, 2), make.draw(n, 1, 4, 2), make.draw(n, 2, 4)
     outer, rows = OuterProduct(left, right, (3, 4)), Dense(values)
     expected = torch.zeros(n, *SHAPE, dtype=torch.float64, device=make.device)
-    expected[:, :3] = torch.einsum("npt,ndt->npd", left[:, 0].double(), right[:, 0].double())
+    expected[:, :3] = _product(left, right)
     expected[:, 3:5] = values.double()
     return Case(Blocks({12: rows, 0: outer, 24: Dense(values[:, :0])}, SHAPE), expected)
 
@@ -161,6 +165,21 @@ def blocks_of_other_places(n: int, make: Maker) -> Case:
                 start = 18 + 2 * int(ids[i, t])
                 expected[i, start : start + 2] += rows[i, t].double()
     return Case(Blocks({13: inner, 0: Dense(first)}, SHAPE), expected.reshape(n, *SHAPE))
+
+
+def permuted(n: int, make: Maker) -> Case:
+    """In two blocks, as strips of a convolution's window are kept; the parameter has the axis of blocks last."""
+    values, left, right = make.draw(n, 6, 2), make.draw(n, 1, 6, 3), make.draw(n, 1, 2, 3)
+    second = OuterProduct(left, right, (6, 2))
+    expected = torch.stack([values.double(), _product(left, right)], 3)
+    return Case(
+        Permuted(Blocks({0: Dense(values), 12: second}, (2, 6, 2)), (1, 2, 0), SHAPE), expected.flatten(2)
+    )
+
+
+def permuted_otherwise(n: int, make: Maker) -> Case:
+    values = make.draw(n, 4, 6)
+    return Case(Permuted(Dense(values), (1, 0), SHAPE), values.double().mT)
 
 
 def sum_with_blocks(n: int, make: Maker) -> Case:
@@ -206,6 +225,8 @@ STRUCTURES: dict[str, Callable[[int, Maker], Case]] = {
         scatter_of_nothing,
         blocks,
         blocks_of_other_places,
+        permuted,
+        permuted_otherwise,
         sum_with_blocks,
         mixed_sum,
         sum_of_outer_products,

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gradbatch.plans import convolutions, measured
 from gradbatch.plans.contractions import Planner
-from gradbatch.plans.convolutions import CORRELATE_METHODS
+from gradbatch.plans.convolutions import CORRELATE_METHODS, STRIPS
 from gradbatch.plans.windows import Patches, Window
 
-SECONDS = {"unfold": 3.0, "grouped": 2.0, "vmap": 5.0, "loop": 9.0}
+SECONDS = {"unfold": 3.0, "grouped": 2.0, "vmap": 5.0, "loop": 9.0, "strips": 4.0, "strips_last": 4.0}
 
 
 def operands(samples: int = 4, size: int = 6, groups: int = 2) -> tuple[Tensor, Patches]:
@@ -39,6 +39,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name, kernel in list(convolutions._CORRELATE.items()):
         monkeypatch.setitem(convolutions._CORRELATE, name, timed(name, kernel))
     monkeypatch.setattr(Patches, "unfold", timed("unfold", Patches.unfold))
+    strips = {last: timed(name, Patches.strips) for name, last in STRIPS.items()}
+    monkeypatch.setattr(Patches, "strips", lambda patches, last: strips[last](patches, last))
     monkeypatch.setattr(measured, "_now", lambda _: clock[0])
     return names
 
