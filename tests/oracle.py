@@ -146,6 +146,10 @@ OPERATIONS: dict[
         lambda g, a: g.sum_of_squares(a.direction),
         lambda x, a: (x - a.direction).square().sum(0),
     ),
+    "moments": (
+        lambda g, a: torch.stack(g.moments()),
+        lambda x, a: torch.stack([x.mean(0), (x - x.mean(0)).square().sum(0)]),
+    ),
     "dot": (lambda g, a: g.dot(a.direction), lambda x, a: (x * a.direction).flatten(1).sum(1)),
     "project": (
         lambda g, a: g.project(a.directions),

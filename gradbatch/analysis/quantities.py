@@ -63,15 +63,15 @@ class EvidenceParts(Quantity):
 
     name: ClassVar[str] = "evidence_parts"
     additive: ClassVar[bool] = True
-    operations: ClassVar[tuple[str, ...]] = ("sum", "sum_of_squares")
+    operations: ClassVar[tuple[str, ...]] = ("moments",)
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[2]``."""
         count = grad.num_samples
         if count < 2:
             return torch.tensor([torch.nan, 0], dtype=torch.double, device=grad.device)
-        mean = grad.sum() / count
-        variance = grad.sum_of_squares(center=mean) / (count - 1)
+        mean, squares = grad.moments()
+        variance = squares / (count - 1)
         # Of squares: those of gradients below 1e-23 are zero in float32, and a ratio of zeros would spoil the sum.
         square = mean.square()
         alive = (square != 0) | (variance != 0)

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradbatch.errors import UsageError
 from gradbatch.plans.choice import RECYCLED
 from gradbatch.plans.contractions import Plan, Planner, accumulation_dtype, check_operation
-from gradbatch.plans.kernels import add_squares, mirrored, squared_norms
+from gradbatch.plans.kernels import add_squares, squared_norms
 from gradbatch.plans.slabs import spans
 
 Self = TypeVar("Self", bound="PerSampleGrad")
@@ -124,6 +124,15 @@ class PerSampleGrad(ABC):
             self._check_direction("center", center.shape)
         with full_precision(self.device):
             return self._sum_of_squares(center)
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        r"""Mean over samples, and elementwise :math:`\sum_n (g_n - \bar g)^2`, never negative; ``[*shape]`` each.
+
+        What :meth:`sum` and :meth:`sum_of_squares` around the mean give, in one pass where gradients are materialised.
+        Zeros without samples.
+        """
+        with full_precision(self.device):
+            return self._moments()
 
     def dot(self, direction: Tensor) -> Tensor:
         """Inner products with ``direction [*shape]``, ``[N]``."""
@@ -256,6 +265,10 @@ class PerSampleGrad(ABC):
             add_squares(out, block if center is None else block - shift)
         return out.reshape(self.shape)
 
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        mean = self._sum() / max(1, self.num_samples)
+        return mean, self._sum_of_squares(mean)
+
     def _dot(self, direction: Tensor) -> Tensor:
         return self._project(direction[None])[:, 0]
 
@@ -311,28 +324,6 @@ class PerSampleGrad(ABC):
 
     def _details(self) -> str:
         return ""
-
-
-def dense_inner(left: PerSampleGrad, right: PerSampleGrad) -> Tensor:
-    """Inner products, ``[N]``, of any two structures, some samples at a time."""
-    dtype = accumulation_dtype(left.dtype, right.dtype)
-    out = torch.zeros(left.num_samples, dtype=dtype, device=left.device)
-    step = left._step()
-    pairs = zip(left._blocks(dtype, step), right._blocks(dtype, step), strict=True)
-    for (samples, block), (_, block2) in pairs:
-        out[samples] = (block * block2).sum(1)
-    return out
-
-
-def dense_gram(left: PerSampleGrad, right: PerSampleGrad) -> Tensor:
-    """Inner products of all pairs, ``[N, M]``, of any two structures, some samples at a time."""
-    dtype = accumulation_dtype(left.dtype, right.dtype)
-    out = torch.zeros(left.num_samples, right.num_samples, dtype=dtype, device=left.device)
-    for samples, block in left._blocks(dtype):
-        for samples2, block2 in right._blocks(dtype):
-            if right is not left or samples2.stop > samples.start:
-                out[samples, samples2] = block @ block2.mT
-    return mirrored(out) if right is left else out
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

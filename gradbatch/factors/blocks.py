@@ -93,6 +93,11 @@ class Blocks(PerSampleGrad):
 
         return self._filled((), dtype, squares, outside)
 
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        each = {place.start: block._moments() for place, block in self.placed()}
+        mean = self._filled((), self.dtype, lambda place, _: each[place.start][0])
+        return mean, self._filled((), self.dtype, lambda place, _: each[place.start][1])
+
     def _project(self, directions: Tensor) -> Tensor:
         flat = directions.reshape(len(directions), self._numel)
         parts = ((flat[:, place], block) for place, block in self.placed())

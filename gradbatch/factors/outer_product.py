@@ -142,6 +142,10 @@ class OuterProduct(PerSampleGrad):
         center = None if center is None else center.reshape(self.factor_sizes)
         return self.planner.sum_of_squares(self.left, self.right, center).reshape(self.shape)
 
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        mean, squares = self.planner.moments(self.left, self.right)
+        return mean.reshape(self.shape), squares.reshape(self.shape)
+
     def _dot(self, direction: Tensor) -> Tensor:
         return self.planner.dot(self.left, self.right, direction.reshape(self.factor_sizes))
 

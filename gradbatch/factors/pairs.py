@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradbatch.factors import row_scatter
-from gradbatch.factors.base import PerSampleGrad, dense_gram, dense_inner
+from gradbatch.factors.base import PerSampleGrad
 from gradbatch.factors.blocks import Blocks, matched
 from gradbatch.factors.dense import Dense
 from gradbatch.factors.outer_product import OuterProduct
@@ -35,7 +35,7 @@ def inner(left: PerSampleGrad, right: PerSampleGrad) -> Tensor:
         return (left.select(index)._squared_norm() * right.select(index)._squared_norm()).sqrt()
 
     def again(index: Tensor) -> Tensor:
-        return dense_inner(left.select(index), right.select(index))
+        return _dense_inner(left.select(index), right.select(index))
 
     return repaired(value, size, norms, again)
 
@@ -49,7 +49,7 @@ def inner_of_terms(left: PerSampleGrad, right: PerSampleGrad) -> Tensor:
     evaluate = _INNER.get((type(left), type(right)))
     if evaluate is None and (swapped := _INNER.get((type(right), type(left)))):
         return swapped(right, left)
-    return (evaluate or dense_inner)(left, right)
+    return (evaluate or _dense_inner)(left, right)
 
 
 def gram(left: PerSampleGrad, right: PerSampleGrad) -> Tensor:
@@ -89,7 +89,7 @@ def _gram_of_terms(left: PerSampleGrad, right: PerSampleGrad) -> Tensor:
         return left._project(right.values)
     if evaluate is None and isinstance(left, Dense) and not isinstance(right, Dense):
         return right._project(left.values).mT
-    return (evaluate or dense_gram)(left, right)
+    return (evaluate or _dense_gram)(left, right)
 
 
 def _gram_of_parts(left: PerSampleGrad, right: PerSampleGrad) -> Tensor:
@@ -197,9 +197,31 @@ def _approximate(left: PerSampleGrad, right: PerSampleGrad) -> bool:
     return Concat not in kinds and (Sum in kinds or kinds == {RowScatter, OuterProduct})
 
 
+def _dense_inner(left: PerSampleGrad, right: PerSampleGrad) -> Tensor:
+    """Inner products, ``[N]``, of any two structures, some samples at a time."""
+    dtype = accumulation_dtype(left.dtype, right.dtype)
+    out = torch.zeros(left.num_samples, dtype=dtype, device=left.device)
+    step = left._step()
+    pairs = zip(left._blocks(dtype, step), right._blocks(dtype, step), strict=True)
+    for (samples, block), (_, block2) in pairs:
+        out[samples] = (block * block2).sum(1)
+    return out
+
+
+def _dense_gram(left: PerSampleGrad, right: PerSampleGrad) -> Tensor:
+    """Inner products of all pairs, ``[N, M]``, of any two structures, some samples at a time."""
+    dtype = accumulation_dtype(left.dtype, right.dtype)
+    out = torch.zeros(left.num_samples, right.num_samples, dtype=dtype, device=left.device)
+    for samples, block in left._blocks(dtype):
+        for samples2, block2 in right._blocks(dtype):
+            if right is not left or samples2.stop > samples.start:
+                out[samples, samples2] = block @ block2.mT
+    return mirrored(out) if right is left else out
+
+
 def _outer_outer_inner(left: OuterProduct, right: OuterProduct) -> Tensor:
     if left.factor_sizes != right.factor_sizes:
-        return dense_inner(left, right)
+        return _dense_inner(left, right)
     return left.planner.inner(left.left, left.right, right.left, right.right)
 
 
@@ -207,7 +229,7 @@ def _outer_outer_gram(left: OuterProduct, right: OuterProduct) -> Tensor:
     if right is left:
         return left.planner.gram(left.left, left.right)
     if left.factor_sizes != right.factor_sizes:
-        return dense_gram(left, right)
+        return _dense_gram(left, right)
     return left.planner.gram(left.left, left.right, right.left, right.right)
 
 
@@ -216,7 +238,7 @@ def _scatter_outer_inner(scatter: RowScatter, outer: OuterProduct) -> Tensor:
     dtype = accumulation_dtype(scatter.dtype, outer.dtype)
     factors = _rows_of_table(scatter, outer, dtype)
     if factors is None:
-        return dense_inner(scatter, outer)
+        return _dense_inner(scatter, outer)
     left, right = factors
     values, ids = scatter.values.to(dtype), scatter.ids
     positions, length = left.shape[2], ids.shape[1]
@@ -238,7 +260,7 @@ def _scatter_outer_gram(scatter: RowScatter, outer: OuterProduct) -> Tensor:
     dtype = accumulation_dtype(scatter.dtype, outer.dtype)
     factors = _rows_of_table(scatter, outer, dtype)
     if factors is None:
-        return dense_gram(scatter, outer)
+        return _dense_gram(scatter, outer)
     left, right = factors
     samples, positions = scatter.num_samples, left.shape[2]
     ids, values = scatter.ids.flatten(), scatter.values.to(dtype).flatten(0, 1)
@@ -269,7 +291,7 @@ def _blocks_inner(left: Blocks, right: Blocks) -> Tensor:
     """Blocks in different places are orthogonal."""
     pairs = matched(left, right)
     if pairs is None:
-        return dense_inner(left, right)
+        return _dense_inner(left, right)
     nothing = torch.zeros(left.num_samples, dtype=left.dtype, device=left.device)
     return sum_tensors([nothing, *(inner(a, b) for a, b in pairs)])
 
@@ -277,17 +299,17 @@ def _blocks_inner(left: Blocks, right: Blocks) -> Tensor:
 def _blocks_gram(left: Blocks, right: Blocks) -> Tensor:
     pairs = matched(left, right)
     if pairs is None:
-        return dense_gram(left, right)
+        return _dense_gram(left, right)
     nothing = torch.zeros(left.num_samples, right.num_samples, dtype=left.dtype, device=left.device)
     return sum_tensors([nothing, *(gram(a, b) for a, b in pairs)])
 
 
 def _permuted_inner(left: Permuted, right: Permuted) -> Tensor:
-    return inner(left.grad, right.grad) if left.is_like(right) else dense_inner(left, right)
+    return inner(left.grad, right.grad) if left.is_like(right) else _dense_inner(left, right)
 
 
 def _permuted_gram(left: Permuted, right: Permuted) -> Tensor:
-    return gram(left.grad, right.grad) if left.is_like(right) else dense_gram(left, right)
+    return gram(left.grad, right.grad) if left.is_like(right) else _dense_gram(left, right)
 
 
 _INNER: dict[tuple[type, type], Callable[..., Tensor]] = {

@@ -65,6 +65,10 @@ class Permuted(PerSampleGrad):
         squares = self.grad._sum_of_squares(None if center is None else self._reordered(center[None])[0])
         return self._ordered(squares, 0)
 
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        mean, squares = self.grad._moments()
+        return self._ordered(mean, 0), self._ordered(squares, 0)
+
     def _project(self, directions: Tensor) -> Tensor:
         return self.grad._project(self._reordered(directions))
 

@@ -18,6 +18,7 @@ PLANS: Mapping[str, tuple[str, ...]] = {
     "inner": ("ghost", "dense"),
     "gram": ("ghost", "dense"),
     "sum_of_squares": ("squares", "dense"),
+    "moments": ("squares", "dense"),
     "dot": ("contract", "dense"),
     "project": ("contract", "dense"),
 }

@@ -299,6 +299,25 @@ class Planner:
             value = value.index_copy(1, rows, again)
         return value
 
+    def moments(self, left: Tensor, right: Operand) -> tuple[Tensor, Tensor]:
+        """Mean over samples, and sums of squared differences from it, never negative; ``[G, P, D]`` each."""
+        left, right = promoted(left, right)
+
+        def run(plan: Plan) -> Tensor:
+            if plan.name != "squares":
+                return kernels.moments(left, right, plan.tile, plan.kernel)
+            mean = self.sum(left, right) / max(1, len(left))
+            squares = self.sum(left.square(), slabs.columns(right).square())
+            value = squares - len(left) * mean.square()
+            rows = (~(value >= squares / _CANCELLED)).any(2).any(0).nonzero()[:, 0]
+            if len(rows):
+                again = self.forcing(moments="dense").moments(left[:, :, rows], right)
+                value = value.index_copy(1, rows, again[1])
+            return torch.stack([mean, value])
+
+        mean, squares = self._evaluate(run, "moments", left, right)
+        return mean, squares
+
     def dot(self, left: Tensor, right: Operand, direction: Tensor) -> Tensor:
         """Inner products with ``direction [G, P, D]``, ``[N]``."""
         return self._projected("dot", left, right, direction[None])[:, 0]

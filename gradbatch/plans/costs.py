@@ -25,6 +25,7 @@ FROM_DENSE: Mapping[str, str] = {
     "inner": "ngpd,ngpd->n",
     "gram": "ngpd,mgpd->nm",
     "sum_of_squares": "ngpd,ngpd->gpd",
+    "moments": "ngpd,ngpd->gpd",
     "dot": "ngpd,gpd->n",
     "project": "ngpd,kgpd->nk",
 }
@@ -39,6 +40,7 @@ WITHOUT_DENSE: Mapping[str, tuple[str, tuple[Path, ...]]] = {
     "inner": ("ngpt,ngps,ngdt,ngds->n", _GHOST),
     "gram": ("ngpt,mgps,ngdt,mgds->nm", _GHOST),
     "sum_of_squares": ("ngpt,ngdt->gpd", (((0, 1),),)),
+    "moments": ("ngpt,ngdt->gpd", (((0, 1),),)),  # twice
     "dot": ("ngpt,ngdt,gpd->n", _PROJECT),
     "project": ("ngpt,ngdt,kgpd->nk", _PROJECT),
 }

@@ -207,6 +207,28 @@ def sum_of_squares(left: Tensor, right: Operand, center: Tensor | None, tile: Ti
     return joined(out, right, method)
 
 
+def moments(left: Tensor, right: Operand, tile: Tile, method: str) -> Tensor:
+    """Means over samples and sums of squared differences from them, ``[2, G, P, D]``, in one pass.
+
+    The samples of a tile are centered by their own mean, and its moments joined to those of the tiles before, so that no
+    digits are lost to a mean that is large.
+
+    References:
+        Updating Formulae and a Pairwise Algorithm for Computing Sample Variances (Chan, Golub and LeVeque, 1979)
+    """
+    both = cut(left.new_zeros(2, *shape_of(left, right)[1:]), right, method)
+    for samples, rows, strip, block in slabs(left, right, tile, method):
+        before, count = samples.start, len(block)
+        if count:
+            mean, squares = both[strip][:, :, rows]
+            center = block.mean(0)
+            add_squares(squares, block.sub_(center))
+            step = center.sub_(mean)
+            mean.add_(step, alpha=count / (before + count))
+            squares.addcmul_(step, step, value=count * before / (before + count))
+    return joined(both, right, method)
+
+
 def project_contract(left: Tensor, right: Operand, directions: Tensor, tile: Tile) -> Tensor:
     """Inner products with ``directions [K, G, P, D]``, ``[N, K]``, without materialised gradients."""
     out = left.new_zeros(left.shape[0], len(directions))

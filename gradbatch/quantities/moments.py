@@ -41,11 +41,11 @@ class Variance(Quantity):
 
     unbiased: bool = False
     name: ClassVar[str] = "variance"
-    operations: ClassVar[tuple[str, ...]] = ("sum", "sum_of_squares")
+    operations: ClassVar[tuple[str, ...]] = ("moments",)
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[*shape]``."""
         degrees = grad.num_samples - self.unbiased
         if degrees <= 0:
             return torch.full(grad.shape, torch.nan, dtype=grad.dtype, device=grad.device)
-        return grad.sum_of_squares(center=grad.sum() / grad.num_samples) / degrees
+        return grad.moments()[1] / degrees

@@ -252,6 +252,11 @@ class Arguments(NamedTuple):
 
 
 # What each operation is, once on a structure and once on its gradients X [N, 24], in float64.
+def mean_of(gradients: Tensor) -> Tensor:
+    """Over samples; zeros without any."""
+    return gradients.sum(0) / max(1, len(gradients))
+
+
 OPERATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "dense": (lambda g, a: g.dense(), lambda x, a: x.reshape(-1, *SHAPE)),
     "sum": (lambda g, a: g.sum(), lambda x, a: x.sum(0).reshape(SHAPE)),
@@ -269,6 +274,10 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "sum_of_centered_squares": (
         lambda g, a: g.sum_of_squares(a.center),
         lambda x, a: (x - a.center.flatten()).square().sum(0).reshape(SHAPE),
+    ),
+    "moments": (
+        lambda g, a: torch.stack(g.moments()),
+        lambda x, a: torch.stack([mean_of(x), (x - mean_of(x)).square().sum(0)]).reshape(2, *SHAPE),
     ),
     "dot": (lambda g, a: g.dot(a.center), lambda x, a: torch.einsum("nx,x->n", x, a.center.flatten())),
     "project": (

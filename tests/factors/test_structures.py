@@ -59,7 +59,10 @@ def test_every_operation_is_that_of_the_dense_gradients_whatever_the_budget(
 @pytest.mark.parametrize("force", FORCED, ids=str)
 def test_a_forced_plan_changes_no_value(structure: str, force: dict[str, str], device: torch.device) -> None:
     # A kernel that materialises or sums is used by all operations that do so on their way.
-    used_by = {"dense": OPERATIONS, "sum": ("sum", "weighted_sum", "weighted_sums", "sum_of_squares")}
+    used_by = {
+        "dense": OPERATIONS,
+        "sum": ("sum", "weighted_sum", "weighted_sums", "sum_of_squares", "moments"),
+    }
     relatives = {
         "weighted_sum": ("weighted_sum", "weighted_sums"),
         "sum_of_squares": ("sum_of_squares", "sum_of_centered_squares"),

@@ -35,6 +35,7 @@ def evaluations(first: Operands, second: Operands) -> dict[str, tuple[Callable[[
     x, y = materialised(*first), materialised(*second)
     n, _, k = len(x), len(y), 3
     weights, directions = torch.randn(k, n, dtype=x.dtype), torch.randn(k, *x.shape[1:], dtype=x.dtype)
+    mean = x.sum(0) / max(1, len(x))
     same = len(x) == len(y)
     return {
         "dense": (lambda plan: plan.dense(*first), x),
@@ -54,6 +55,10 @@ def evaluations(first: Operands, second: Operands) -> dict[str, tuple[Callable[[
                 [plan.sum_of_squares(*first), plan.sum_of_squares(*first, directions[0])]
             ),
             torch.stack([x.square().sum(0), (x - directions[0]).square().sum(0)]),
+        ),
+        "moments": (
+            lambda plan: torch.stack(plan.moments(*first)),
+            torch.stack([mean, (x - mean).square().sum(0)]),
         ),
         "dot": (lambda plan: plan.dot(*first, directions[0]), torch.einsum("ngpd,gpd->n", x, directions[0])),
         "project": (
@@ -242,3 +247,25 @@ def test_squares_around_a_center_keep_their_digits(far: float) -> None:
     expected = (left @ right.mT - center).square().sum(0)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0, equal_nan=True)
     assert (found.nan_to_num() >= 0).all()
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("budget", [1, 2**20])
+def test_moments_keep_their_digits(positions: int, budget: int) -> None:
+    torch.manual_seed(0)
+    left = torch.randn(40, 2, 3, positions, dtype=torch.float64)
+    right = torch.randn(40, 2, 4, positions, dtype=torch.float64)
+    left[:, :, 1], right[:, :, 2] = 1e6, 1e6  # gradients that are alike and large
+    left[0, :, 2] *= 1e7  # the first sample is far from the others
+    gradients = left @ right.mT
+    mean, squares = Planner(budget).moments(left, right)
+    torch.testing.assert_close(mean, gradients.mean(0), rtol=1e-12, atol=0)
+    torch.testing.assert_close(squares, (gradients - gradients.mean(0)).square().sum(0), rtol=1e-11, atol=0)
+
+
+def test_moments_never_write_to_their_operands() -> None:
+    left, right = tensors()
+    before = left.clone(), right.clone()
+    for name in ("squares", "dense"):
+        Planner(force={"moments": name}).moments(left, right)
+    assert torch.equal(left, before[0]) and torch.equal(right, before[1])

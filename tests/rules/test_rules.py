@@ -106,7 +106,7 @@ def test_every_quantity_is_that_of_the_oracle_in_the_users_own_backward(
 # A kernel that materialises or sums is used by other operations on their way, if those are forced to do so.
 RELATIVES = {
     "dense": tuple(OPERATIONS),
-    "sum": ("sum", "weighted_sum", "weighted_sums", "sum_of_squares"),
+    "sum": ("sum", "weighted_sum", "weighted_sums", "sum_of_squares", "moments"),
     "weighted_sum": ("weighted_sum", "weighted_sums"),
     "sum_of_squares": ("sum_of_squares", "sum_of_centered_squares"),
     "gram": ("gram", "gram_of_two"),
