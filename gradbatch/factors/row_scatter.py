@@ -114,7 +114,11 @@ class RowScatter(PerSampleGrad):
 
     def _entries(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Sample, row and value of every entry that has a row: ``[E]``, ``[E]``, ``[E, D]``."""
-        samples, positions = (self.ids >= 0).nonzero(as_tuple=True)
+        present = self.ids >= 0
+        if present.all():
+            samples = torch.arange(self.num_samples, device=self.device).repeat_interleave(self.ids.shape[1])
+            return samples, self.ids.flatten(), self.values.flatten(0, 1).to(dtype)
+        samples, positions = present.nonzero(as_tuple=True)
         return samples, self.ids[samples, positions], self.values[samples, positions].to(dtype)
 
     def combined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -210,8 +210,8 @@ def sum_of_squares(left: Tensor, right: Operand, center: Tensor | None, tile: Ti
 def moments(left: Tensor, right: Operand, tile: Tile, method: str) -> Tensor:
     """Means over samples and sums of squared differences from them, ``[2, G, P, D]``, in one pass.
 
-    The samples of a tile are centered by their own mean, and its moments joined to those of the tiles before, so that no
-    digits are lost to a mean that is large.
+    The samples of a tile are centered by their own mean, and its moments joined to those of the tiles before, so that
+    no digits are lost to a mean that is large.
 
     References:
         Updating Formulae and a Pairwise Algorithm for Computing Sample Variances (Chan, Golub and LeVeque, 1979)
