@@ -16,6 +16,7 @@ from gradbatch.factors.base import PerSampleGrad, full_precision
 from gradbatch.factors.blocks import Blocks
 from gradbatch.factors.dense import Dense
 from gradbatch.factors.outer_product import OuterProduct
+from gradbatch.factors.permuted import Permuted
 from gradbatch.factors.row_scatter import RowScatter
 from gradbatch.factors.sums import Concat, Sum, sum_tensors
 from gradbatch.plans.convolutions import Patches
@@ -30,7 +31,7 @@ def term_norms(grad: PerSampleGrad, norms: Tensor) -> Tensor:
         norms: theirs, ``[N]``, which is the answer where they are materialised.
     """
     with full_precision(grad.device):
-        return norms if isinstance(grad, Dense) else _term_norms(grad)
+        return norms if _is_materialised(grad) else _term_norms(grad)
 
 
 def capped_sum(grad: PerSampleGrad, weights: Tensor, norms: Tensor) -> Tensor:
@@ -52,9 +53,19 @@ def capped_sum(grad: PerSampleGrad, weights: Tensor, norms: Tensor) -> Tensor:
     return total.reshape(grad.shape)
 
 
+def _is_materialised(grad: PerSampleGrad) -> bool:
+    if isinstance(grad, Permuted):
+        return _is_materialised(grad.grad)
+    if isinstance(grad, Blocks):
+        return all(_is_materialised(block) for block in grad.blocks.values())
+    return isinstance(grad, Dense)
+
+
 def _term_norms(grad: PerSampleGrad) -> Tensor:
     if isinstance(grad, Sum):
         return sum_tensors([_term_norms(term) for term in grad.terms])
+    if isinstance(grad, Permuted):
+        return _term_norms(grad.grad)
     if isinstance(grad, Blocks):
         return sum_tensors([_term_norms(block) for block in grad.blocks.values()])
     if isinstance(grad, Concat):
