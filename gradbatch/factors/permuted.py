@@ -75,7 +75,7 @@ class Permuted(PerSampleGrad):
     def _ordered(self, tensor: Tensor, leading: int) -> Tensor:
         """In the parameter's order: ``[*leading, *tensor's]`` to ``[*leading, *shape]``."""
         order = (*range(leading), *(leading + axis for axis in self.axes))
-        return tensor.permute(order).reshape(*tensor.shape[:leading], *self.shape)
+        return tensor.permute(order).reshape(*tensor.shape[:leading], *self.shape).contiguous()
 
     def _reordered(self, tensor: Tensor) -> Tensor:
         """In the tensor's order: ``[K, *shape]`` to ``[K, *tensor's]``."""

@@ -157,7 +157,7 @@ def from_strips(strips: Tensor, patches: Patches, method: str) -> Tensor:
     channels, others = patches.source.shape[1] // patches.groups, math.prod(patches.window.kernel[1:])
     last = STRIPS[method]
     split: Tensor = strips.unflatten(-1, (others, channels) if last else (channels, others))
-    return (split.mT if last else split).movedim(0, -2).flatten(-3)
+    return (split.mT if last else split).movedim(0, -2).flatten(-3).contiguous()
 
 
 def _aligned(patches: Patches) -> tuple[Tensor, Window]:
