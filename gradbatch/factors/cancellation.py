@@ -28,10 +28,10 @@ def term_norms(grad: PerSampleGrad, norms: Tensor) -> Tensor:
 
     Args:
         grad: the gradients.
-        norms: theirs, ``[N]``, which is the answer where they are materialised.
+        norms: theirs, ``[N]``, which is the answer where there is one term.
     """
     with full_precision(grad.device):
-        return norms if _is_materialised(grad) else _term_norms(grad)
+        return norms if _is_one_term(grad) else _term_norms(grad)
 
 
 def capped_sum(grad: PerSampleGrad, weights: Tensor, norms: Tensor) -> Tensor:
@@ -53,12 +53,13 @@ def capped_sum(grad: PerSampleGrad, weights: Tensor, norms: Tensor) -> Tensor:
     return total.reshape(grad.shape)
 
 
-def _is_materialised(grad: PerSampleGrad) -> bool:
+def _is_one_term(grad: PerSampleGrad) -> bool:
+    """Whether no element is added up from several terms: it is materialised, or a product at one position."""
     if isinstance(grad, Permuted):
-        return _is_materialised(grad.grad)
+        return _is_one_term(grad.grad)
     if isinstance(grad, Blocks):
-        return all(_is_materialised(block) for block in grad.blocks.values())
-    return isinstance(grad, Dense)
+        return all(_is_one_term(block) for block in grad.blocks.values())
+    return isinstance(grad, Dense) or (isinstance(grad, OuterProduct) and grad.left.shape[3] == 1)
 
 
 def _term_norms(grad: PerSampleGrad) -> Tensor:

@@ -183,7 +183,11 @@ class Planner:
         def run(plan: Plan) -> Tensor:
             if plan.name == "dense":
                 return kernels.weighted_dense(left, right, weights, plan.tile, plan.kernel)
-            sums = [self.sum(left * weight[:, None, None, None], right) for weight in weights]
+            each = weights[:, :, None, None, None]
+            if isinstance(right, Tensor) and right.numel() < left.numel():
+                sums = [self.sum(left, right * weight) for weight in each]
+            else:
+                sums = [self.sum(left * weight, right) for weight in each]
             return torch.stack(sums) if len(sums) > 1 else sums[0][None]
 
         return self._evaluate(run, "weighted_sum", left, right, count=len(weights))
