@@ -24,6 +24,7 @@ from gradbatch.factors import (
     Concat as Concat,
     Dense as Dense,
     OuterProduct as OuterProduct,
+    Permuted as Permuted,
     PerSampleGrad as PerSampleGrad,
     RowScatter as RowScatter,
     Sum as Sum,

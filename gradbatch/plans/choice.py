@@ -140,7 +140,7 @@ def _strips_pay(operation: str, sizes: Sizes, room: int) -> bool:
         return False
     if operation == "dense":  # they have to be put together
         return 2 * sizes.p * sizes.strips <= sizes.t
-    if operation in ("inner", "gram") and (sizes.pair or sizes.n * sizes.stripped > room):
+    if operation in ("inner", "gram") and (sizes.pair or 2 * sizes.n * sizes.stripped > room):
         return False
     return 4 * sizes.t >= sizes.p
 

@@ -40,7 +40,7 @@ WITHOUT_DENSE: Mapping[str, tuple[str, tuple[Path, ...]]] = {
     "inner": ("ngpt,ngps,ngdt,ngds->n", _GHOST),
     "gram": ("ngpt,mgps,ngdt,mgds->nm", _GHOST),
     "sum_of_squares": ("ngpt,ngdt->gpd", (((0, 1),),)),
-    "moments": ("ngpt,ngdt->gpd", (((0, 1),),)),  # twice
+    "moments": ("ngpt,ngdt->gpd", (((0, 1),),)),
     "dot": ("ngpt,ngdt,gpd->n", _PROJECT),
     "project": ("ngpt,ngdt,kgpd->nk", _PROJECT),
 }

@@ -98,13 +98,13 @@ def slab(left: Tensor, right: Operand, tile: Tile, method: str) -> Tensor:
 
 def fill(out: Tensor, left: Tensor, right: Operand, samples: int, tile: Tile, method: str) -> Tensor:
     """Write the gradients to ``out [N, G, P, D]``; so many samples at a time where a kernel allocates its result."""
-    product, stripped = isinstance(right, Tensor) or method == "unfold", method in STRIPS
-    step = min(tile.unfold, len(left)) if product or stripped else samples
+    product = isinstance(right, Tensor) or method == "unfold"
+    step = min(tile.unfold, len(left)) if product or method in STRIPS else samples
     for start, stop in spans(len(left), step):
         chosen = part(right, start, stop)
         if product:
             torch.matmul(left[start:stop], columns(chosen).mT, out=out[start:stop])
-        elif stripped and isinstance(chosen, Patches):
+        elif isinstance(chosen, Patches) and method in STRIPS:
             places = in_strips(out[start:stop], chosen, method)
             for place, strip in zip(places, chosen.strips(STRIPS[method]), strict=True):
                 place.copy_(torch.matmul(left[start:stop], strip.mT).view(place.shape))
