@@ -6,6 +6,7 @@ taught in eval mode only; in training the samples are coupled, and the capture r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,7 +72,7 @@ def _as_one_image(call: Call, features: int, groups: int) -> Iterator[tuple[str,
     """Normalised over groups of an image's channels: as one image with the channels of all.
 
     Its scale has an element for each channel of each image, so that torch's own backward, which reads input and output
-    gradient once, leaves the images apart.
+    gradient once, leaves the images apart. Of the forward it needs the moments alone, which are mostly still there.
 
     Args:
         call: the layer's call.
@@ -82,17 +83,37 @@ def _as_one_image(call: Call, features: int, groups: int) -> Iterator[tuple[str,
     samples, positions, channels = input.shape[:3]
     rows = samples * positions
     image = input.reshape(1, rows * channels, *input.shape[3:])
-    scale, shift = (input.new_ones(rows * channels, requires_grad=True) for _ in range(2))
-    wanted = {name: t for name, t in (("weight", scale), ("bias", shift)) if name in call.needs}
     if image.numel():
-        with torch.enable_grad():
-            output = torch.group_norm(image, rows * groups, scale, shift, call.module.eps)
         grad_output = full(by_position(call.grad_output, features)).reshape(image.shape)
-        found = torch.autograd.grad(output, [*wanted.values()], grad_output)
+        moments = _kept_moments(call, groups, image.dtype) or _moments(image, rows * groups, call.module.eps)
+        sizes = 1, rows * channels, math.prod(image.shape[2:]), rows * groups
+        wanted = [False, "weight" in call.needs, "bias" in call.needs]
+        scale = image.new_ones(rows * channels)
+        found = torch.ops.aten.native_group_norm_backward(
+            grad_output.contiguous(), image.contiguous(), *moments, scale, *sizes, wanted
+        )
     else:
-        found = tuple(torch.zeros_like(tensor) for tensor in wanted.values())
-    for name, gradient in zip(wanted, found, strict=True):
-        yield name, Dense(total(gradient.view(samples, positions, channels), (1,)))
+        found = (None, *(input.new_zeros(rows * channels) for _ in range(2)))
+    for name, gradient in zip(("weight", "bias"), found[1:], strict=True):
+        if name in call.needs:
+            yield name, Dense(total(gradient.view(samples, positions, channels), (1,)))
+
+
+def _kept_moments(call: Call, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """Mean and inverse deviation of each group of each image, ``[1, *]``, as the forward found them."""
+    for kept in call.kept.values():
+        moments = kept["result1"], kept["result2"]
+        shape = call.raw_grad_output.shape[0], groups
+        if all(tensor.shape == shape and tensor.dtype == dtype for tensor in moments):
+            mean, inverse = (call.sample_first(tensor).reshape(1, -1) for tensor in moments)
+            return mean, inverse
+    return None
+
+
+def _moments(image: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    sizes = 1, image.shape[1], math.prod(image.shape[2:]), groups
+    _, mean, inverse = torch.ops.aten.native_group_norm(image.contiguous(), None, None, *sizes, eps)
+    return mean, inverse
 
 
 def _instance_norm_axes(module: Any, output_dim: int) -> int:

@@ -1,0 +1,63 @@
+"""GroupNorm's rule reads the moments that the forward kept, and computes them where there are none."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradbatch
+from gradbatch.rules import normalisation
+
+Shape = Callable[[Tensor], Tensor]
+
+
+class Network(nn.Module):
+    """Images of a sample in one batch axis: next to each other, apart, or one."""
+
+    def __init__(self, images: int, sample_first: bool) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(3, 6, dtype=torch.float64)
+        self.images, self.sample_first = images, sample_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, images, 6, 4]`` to ``[N]``."""
+        rows = x if self.sample_first else x.transpose(0, 1)
+        normed = self.norm(rows.flatten(0, 1)).sin().unflatten(0, rows.shape[:2])
+        return (normed if self.sample_first else normed.transpose(0, 1)).flatten(1).square().sum(1)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(("images", "sample_first"), [(1, True), (3, True), (3, False)])
+def test_with_and_without_what_the_forward_kept(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, images: int, sample_first: bool, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    found = []
+    read = normalisation._kept_moments
+
+    def spied(*args: object) -> tuple[Tensor, Tensor] | None:
+        found.append(read(*args) is not None)  # type: ignore[arg-type]
+        return read(*args) if kept else None  # type: ignore[arg-type]
+
+    monkeypatch.setattr(normalisation, "_kept_moments", spied)
+    model = gradbatch.extend(Network(images, sample_first).to(device))
+    nn.init.uniform_(model.norm.weight, 0.5, 2.0)
+    x = 3 + torch.randn(5, images, 6, 4, dtype=torch.float64, device=device)
+    result = gradbatch.backward(model, model(x), gradbatch.BatchGrad())[gradbatch.BatchGrad]
+    assert found and all(found)
+    for i in range(len(x)):
+        alone = torch.autograd.grad(model(x[i : i + 1]).sum(), list(model.parameters()))
+        for (name, _), right in zip(model.named_parameters(), alone, strict=True):
+            torch.testing.assert_close(result[name][i], right, rtol=1e-10, atol=1e-10)
+
+
+def test_half_precision_moments_are_not_used(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = gradbatch.extend(nn.Sequential(nn.GroupNorm(2, 4), nn.Flatten()).bfloat16().to(device))
+    x = torch.randn(3, 4, 5, device=device).bfloat16()
+    result = gradbatch.backward(model, model(x).float().square().sum(1), gradbatch.BatchGrad())
+    exact = gradbatch.extend(nn.Sequential(nn.GroupNorm(2, 4), nn.Flatten()).double().to(device))
+    right = gradbatch.backward(exact, exact(x.double()).square().sum(1), gradbatch.BatchGrad())
+    for name, values in result[gradbatch.BatchGrad].items():
+        torch.testing.assert_close(values.double(), right[gradbatch.BatchGrad][name], rtol=0.05, atol=0.05)
