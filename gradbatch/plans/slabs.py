@@ -90,10 +90,17 @@ def slab(left: Tensor, right: Operand, tile: Tile, method: str) -> Tensor:
     Unfolded patches may be far larger than the gradients, so they have a tile of their own.
     """
     if isinstance(right, Tensor):
-        return torch.matmul(left, right.mT)
+        return products(left, right)
     if method in STRIPS or (method == "unfold" and tile.unfold < len(left)):
         return fill(left.new_empty(shape_of(left, right)), left, right, len(left), tile, method)
     return correlate(left, right, method)
+
+
+def products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """Sums over positions of outer products, ``[N, G, P, D]``; of one position, what bounds them is to write them."""
+    if left.shape[3] == 1:
+        return torch.mul(left, right.mT, out=out)
+    return torch.matmul(left, right.mT, out=out)
 
 
 def fill(out: Tensor, left: Tensor, right: Operand, samples: int, tile: Tile, method: str) -> Tensor:
@@ -103,7 +110,7 @@ def fill(out: Tensor, left: Tensor, right: Operand, samples: int, tile: Tile, me
     for start, stop in spans(len(left), step):
         chosen = part(right, start, stop)
         if product:
-            torch.matmul(left[start:stop], columns(chosen).mT, out=out[start:stop])
+            products(left[start:stop], columns(chosen), out[start:stop])
         elif isinstance(chosen, Patches) and method in STRIPS:
             places = in_strips(out[start:stop], chosen, method)
             for place, strip in zip(places, chosen.strips(STRIPS[method]), strict=True):
