@@ -303,8 +303,8 @@ class Planner:
             value = value.index_copy(1, rows, again)
         return value
 
-    def moments(self, left: Tensor, right: Operand) -> tuple[Tensor, Tensor]:
-        """Mean over samples, and sums of squared differences from it, never negative; ``[G, P, D]`` each."""
+    def moments(self, left: Tensor, right: Operand) -> Tensor:
+        """Means over samples and sums of squared differences from them, never negative, ``[2, G, P, D]``."""
         left, right = promoted(left, right)
 
         def run(plan: Plan) -> Tensor:
@@ -315,12 +315,11 @@ class Planner:
             value = squares - len(left) * mean.square()
             rows = (~(value >= squares / _CANCELLED)).any(2).any(0).nonzero()[:, 0]
             if len(rows):
-                again = self.forcing(moments="dense").moments(left[:, :, rows], right)
-                value = value.index_copy(1, rows, again[1])
+                _, again = self.forcing(moments="dense").moments(left[:, :, rows], right)
+                value = value.index_copy(1, rows, again)
             return torch.stack([mean, value])
 
-        mean, squares = self._evaluate(run, "moments", left, right)
-        return mean, squares
+        return self._evaluate(run, "moments", left, right)
 
     def dot(self, left: Tensor, right: Operand, direction: Tensor) -> Tensor:
         """Inner products with ``direction [G, P, D]``, ``[N]``."""

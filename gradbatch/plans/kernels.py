@@ -92,8 +92,7 @@ def squared_norm_ghost(
     """
     samples, _, _, positions = left.shape
     if positions == 1:  # the norm of an outer product is the product of the norms, and cancels with nothing
-        lefts, rights = left.flatten(0, 1), columns(right).flatten(0, 1)
-        norms = (squared_norms(lefts) * squared_norms(rights)).unflatten(0, left.shape[:2]).sum(1)
+        norms = (left.square().sum((2, 3)) * columns(right).square().sum((2, 3))).sum(1)
         return norms, norms
     if tile.positions < positions:
         return inner_ghost(left, right, left, right, tile), rounding(left, right, tile)
