@@ -310,14 +310,14 @@ class Planner:
         def run(plan: Plan) -> Tensor:
             if plan.name != "squares":
                 return kernels.moments(left, right, plan.tile, plan.kernel)
-            mean = self.sum(left, right) / max(1, len(left))
             squares = self.sum(left.square(), slabs.columns(right).square())
-            value = squares - len(left) * mean.square()
-            rows = (~(value >= squares / _CANCELLED)).any(2).any(0).nonzero()[:, 0]
+            moments = torch.stack([self.sum(left, right).div_(max(1, len(left))), squares])
+            moments[1].addcmul_(moments[0], moments[0], value=-len(left))
+            rows = (~(moments[1] >= squares.div_(_CANCELLED))).any(2).any(0).nonzero()[:, 0]
             if len(rows):
-                _, again = self.forcing(moments="dense").moments(left[:, :, rows], right)
-                value = value.index_copy(1, rows, again)
-            return torch.stack([mean, value])
+                again = self.forcing(moments="dense").moments(left[:, :, rows], right)
+                moments.index_copy_(2, rows, again)
+            return moments
 
         return self._evaluate(run, "moments", left, right)
 

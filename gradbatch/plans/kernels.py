@@ -124,11 +124,16 @@ def squared_norms(block: Tensor) -> Tensor:
 
 def add_squares(out: Tensor, block: Tensor) -> None:
     """Add the squares of all rows, ``out[*] += sum_n block[n, *] ** 2``."""
-    if block.device.type == "cpu" and block[:1].numel() > _LONG_ROW:
+    if _is_long(block):
         for row in block:  # a temporary of squares would cost more than the calls
             out.addcmul_(row, row)
     else:
         out += block.square().sum(0)
+
+
+def _is_long(block: Tensor) -> bool:
+    """Whether a sample is long enough to be handled by itself."""
+    return block.device.type == "cpu" and block[:1].numel() > _LONG_ROW
 
 
 def inner_dense(
@@ -210,23 +215,33 @@ def sum_of_squares(left: Tensor, right: Operand, center: Tensor | None, tile: Ti
 def moments(left: Tensor, right: Operand, tile: Tile, method: str) -> Tensor:
     """Means over samples and sums of squared differences from them, ``[2, G, P, D]``, in one pass.
 
-    The samples of a tile are centered by their own mean, and its moments joined to those of the tiles before, so that
-    no digits are lost to a mean that is large.
-
     References:
         Updating Formulae and a Pairwise Algorithm for Computing Sample Variances (Chan, Golub and LeVeque, 1979)
     """
     both = cut(left.new_zeros(2, *shape_of(left, right)[1:]), right, method)
     for samples, rows, strip, block in slabs(left, right, tile, method):
-        before, count = samples.start, len(block)
-        if count:
-            mean, squares = both[strip][:, :, rows]
-            center = block.mean(0)
-            add_squares(squares, block.sub_(center))
-            step = center.sub_(mean)
-            mean.add_(step, alpha=count / (before + count))
-            squares.addcmul_(step, step, value=count * before / (before + count))
+        mean, squares = both[strip][:, :, rows]
+        _add_moments(mean, squares, block, samples.start)
     return joined(both, right, method)
+
+
+def _add_moments(mean: Tensor, squares: Tensor, block: Tensor, before: int) -> None:
+    """Join ``block [n, *]``, which is overwritten, to the moments ``[*]`` of the samples before.
+
+    What is joined is centered by its own mean, so that no digits are lost to a mean that is large.
+    """
+    if _is_long(block):  # sample by sample each number is read once
+        for count, row in enumerate(block, before + 1):
+            step = row.sub_(mean)
+            mean.add_(step, alpha=1 / count)
+            squares.addcmul_(step, step, value=(count - 1) / count)
+    elif len(block):
+        count = before + len(block)
+        center = block.mean(0)
+        add_squares(squares, block.sub_(center))
+        step = center.sub_(mean)
+        mean.add_(step, alpha=len(block) / count)
+        squares.addcmul_(step, step, value=len(block) * before / count)
 
 
 def project_contract(left: Tensor, right: Operand, directions: Tensor, tile: Tile) -> Tensor:

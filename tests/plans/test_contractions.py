@@ -263,6 +263,26 @@ def test_moments_keep_their_digits(positions: int, budget: int) -> None:
     torch.testing.assert_close(squares, (gradients - gradients.mean(0)).square().sum(0), rtol=1e-11, atol=0)
 
 
+def test_moments_of_long_gradients_are_joined_sample_by_sample() -> None:
+    torch.manual_seed(0)
+    left, right = torch.randn(6, 1, 90, 2, dtype=torch.float64), torch.randn(6, 1, 50, 2, dtype=torch.float64)
+    left[0] *= 1e6
+    gradients = left @ right.mT
+    for budget in (1, 2**28):
+        mean, squares = Planner(budget).moments(left, right)
+        torch.testing.assert_close(mean, gradients.mean(0), rtol=1e-11, atol=1e-8)
+        expected = (gradients - gradients.mean(0)).square().sum(0)
+        torch.testing.assert_close(squares, expected, rtol=1e-12, atol=0)
+
+
+def test_moments_where_squares_of_factors_leave_the_range() -> None:
+    left, right = torch.full((3, 1, 2, 1), 1e30), torch.full((3, 1, 2, 1), 1e-30)
+    right[0] = 2e-30
+    mean, squares = Planner(force={"moments": "squares"}).moments(left, right)
+    torch.testing.assert_close(mean, torch.full((1, 2, 2), 4 / 3))
+    torch.testing.assert_close(squares, torch.full((1, 2, 2), 2 / 3))
+
+
 def test_moments_never_write_to_their_operands() -> None:
     left, right = tensors()
     before = left.clone(), right.clone()
