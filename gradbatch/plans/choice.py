@@ -88,7 +88,8 @@ def candidates(
 ) -> tuple[Plan, ...]:
     """Every plan that can evaluate an operation, the fastest by the cost model first; the forced one alone."""
     forced = dict(force)
-    room = budget if sizes.cuda else min(budget, RECYCLED)
+    # A Gram matrix needs all samples at once, or everything anew for each pair of tiles, which costs more than memory.
+    room = budget if sizes.cuda else min(budget, 2 * RECYCLED if operation == "gram" else RECYCLED)
     kernels = _kernels(operation, sizes, forced.get("dense"), room // sizes.itemsize)
     costs: dict[tuple[str, str], Cost] = {}
     if operation in ("dense", KEEP):
