@@ -9,8 +9,6 @@ from torch import Tensor, nn
 import gradbatch
 from gradbatch.rules import normalisation
 
-Shape = Callable[[Tensor], Tensor]
-
 
 class Network(nn.Module):
     """Images of a sample in one batch axis: next to each other, apart, or one."""
@@ -61,3 +59,29 @@ def test_half_precision_moments_are_not_used(device: torch.device) -> None:
     right = gradbatch.backward(exact, exact(x.double()).square().sum(1), gradbatch.BatchGrad())
     for name, values in result[gradbatch.BatchGrad].items():
         torch.testing.assert_close(values.double(), right[gradbatch.BatchGrad][name], rtol=0.05, atol=0.05)
+
+
+CHAINS: dict[str, Callable[[nn.GroupNorm, Tensor], Tensor]] = {
+    "of itself": lambda norm, x: norm(norm(x)),
+    "in a loop": lambda norm, x: norm(norm(norm(x).exp()).tanh() + x),
+    "in two branches": lambda norm, x: norm(x).sin() * norm(x.exp()),
+    "past itself": lambda norm, x: norm(2 * norm(x) + x) + norm(x),
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_each_call_has_its_own_moments(chain: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(2, 4, dtype=torch.float64, device=device)
+    nn.init.uniform_(norm.weight, 0.5, 2.0)
+    model = gradbatch.extend(nn.ModuleList([norm]))
+    for samples in (4, 3, 4, 2):  # from the third step on, what is known is remembered
+        x = 1 + torch.randn(samples, 4, 5, dtype=torch.float64, device=device)
+        losses = CHAINS[chain](norm, x).sin().flatten(1).sum(1)
+        result = gradbatch.backward(model, losses, gradbatch.BatchGrad())[gradbatch.BatchGrad]
+        for i in range(samples):
+            alone = torch.autograd.grad(
+                CHAINS[chain](norm, x[i : i + 1]).sin().sum(), list(norm.parameters())
+            )
+            for values, right in zip(result.values(), alone, strict=True):
+                torch.testing.assert_close(values[i], right, rtol=1e-9, atol=1e-9)
