@@ -302,12 +302,12 @@ def test_the_default_device_and_dtype_do_not_matter(samples: int) -> None:
     right = expected(model, lambda: sum_of_squares(model(x)))
     for way in WAYS:
         losses = lambda: sum_of_squares(model(x))  # noqa: E731
-        # Nothing may be made where the default says: the model's tensors are on the CPU.
-        torch.set_default_device("meta")
+        # Nothing may be made where the default says: the model's tensors are on the CPU. A context, since in torch 2.6
+        # `get_default_device` fails for the rest of the process once `set_default_device(None)` was called.
         torch.set_default_dtype(torch.float16)
         try:
-            results = WAYS[way](model, losses)
+            with torch.device("meta"):
+                results = WAYS[way](model, losses)
         finally:
-            torch.set_default_device(None)
             torch.set_default_dtype(torch.float32)
         assert_results(results, right)
