@@ -119,8 +119,10 @@ def yielded_by(use: Use, call: Call, samples: int) -> Iterator[tuple[nn.Paramete
     assert rule is not None
     layer = f"the layer rule of {use.record.module_type.__name__} (at {use.name})"
     yielded = set()
+    rows_each = call.rows_per_sample
+    rows = samples * rows_each
     tensors = tensors_in((call.args, dict(call.kwargs), call.raw_grad_output, call.outputs, dict(call.kept)))
-    borrowed = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    borrowed: set[int] = set()
     versions = [*map(version_of, tensors)]
     for name, grad in _yielded(rule.function, call, layer):
         if name not in use.record.parameters:
@@ -135,7 +137,6 @@ def yielded_by(use: Use, call: Call, samples: int) -> Iterator[tuple[nn.Paramete
             raise RuleError(
                 f"{layer} yields a {type(grad).__name__} for {name!r}; wrap a tensor [N, *shape] as gradbatch.Dense"
             )
-        rows = samples * call.rows_per_sample
         if grad.shape != parameter.shape or grad.num_samples != rows:
             raise RuleError(
                 f"{layer} yields per-sample gradients of shape {(grad.num_samples, *grad.shape)} for {name!r}; "
@@ -144,11 +145,11 @@ def yielded_by(use: Use, call: Call, samples: int) -> Iterator[tuple[nn.Paramete
         if name in yielded:
             raise RuleError(f"{layer} yields {name!r} twice; add the two with + and yield their sum")
         yielded.add(name)
-        if isinstance(grad, Dense) and grad.values.untyped_storage().data_ptr() in borrowed:
-            grad = Dense(
-                grad.values.clone()
-            )  # results must not change with each other, or with the user's tensors
-        yield parameter, grad.regroup(call.rows_per_sample) if call.rows_per_sample > 1 else grad
+        if isinstance(grad, Dense):  # results must not change with each other, or with the user's tensors
+            borrowed = borrowed or {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            if grad.values.untyped_storage().data_ptr() in borrowed:
+                grad = Dense(grad.values.clone())
+        yield parameter, grad.regroup(rows_each) if rows_each > 1 else grad
     if [*map(version_of, tensors)] != versions:
         raise RuleError(
             f"{layer} changes an argument or an output gradient in place, which others read too; use the out-of-place "

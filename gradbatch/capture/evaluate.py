@@ -7,18 +7,17 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradbatch.capture import checkpoints, graph, shared
-from gradbatch.capture.arguments import tensors_in
 from gradbatch.capture.calls import call_of, joined, likeness, yielded_by
 from gradbatch.capture.explanation import Explanation
-from gradbatch.capture.layouts import words
+from gradbatch.capture.layouts import Owners, words
 from gradbatch.capture.nodes import Cut, contributions
 from gradbatch.capture.packed import read_aside
 from gradbatch.capture.undisturbed import readable
@@ -39,8 +38,7 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """How one use of one or several parameters was evaluated.
 
     Args:
@@ -49,7 +47,7 @@ class Evaluation:
         operation: class of the layer where its record was read, or type of the node.
         reader: ``"module"``, ``"node"``, or ``"node call"`` where the node was called for several samples in turn.
         rule: name of the rule; empty for a node call.
-        layout: where the samples lay in the output, in words.
+        layouts: where the samples lay in the outputs.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -57,7 +55,12 @@ class Evaluation:
     operation: str
     reader: str
     rule: str
-    layout: str
+    layouts: tuple[Layout | Owners, ...]
+
+    @property
+    def layout(self) -> str:
+        """Where the samples lay, in words."""
+        return ", ".join(dict.fromkeys(map(words, self.layouts)))
 
 
 class Totals:
@@ -121,8 +124,8 @@ class Totals:
     def _evaluate(self, group: Sequence[tuple[Use, Call]]) -> None:
         """Hand calls that are alike to their rule, as one."""
         use, first = group[0]
-        kind, rule, where = use.record.module_type.__name__, use.rule.function.__name__, words(first.layout)
-        with plain_arithmetic(tensors_in(first.raw_grad_output)[0].device):
+        kind, rule, where = use.record.module_type.__name__, use.rule.function.__name__, (first.layout,)
+        with plain_arithmetic(first.device):
             for parameter, grad in yielded_by(use, joined([call for _, call in group]), self._samples):
                 self._add(parameter, grad, len(group))
                 self.evaluations += [
@@ -218,7 +221,7 @@ class Totals:
                 stacklevel=_level_of_the_user(),
             )
         parameters = tuple(self._found.parameters_of(replace(cut, slots=(slot,))))
-        where = ", ".join(dict.fromkeys(map(words, cut.owners.values())))
+        where = tuple(cut.owners.values())
         self.evaluations.append(Evaluation(parameters, cut.name, operation, reader, rule, where))
 
     def _deliver(self, node: Node, slot: int, grad: PerSampleGrad | Tensor) -> None:

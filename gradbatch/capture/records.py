@@ -204,7 +204,11 @@ class Record:
 
     def arguments(self) -> dict[str, Any]:
         """The arguments by the names of ``forward``'s parameters, defaults filled in."""
-        bound = _signature(self.module_type.forward).bind(None, *self.args, **self.kwargs)
+        forward = self.module_type.forward
+        defaults = _defaults(forward)
+        if defaults is not None:  # the call went through, so they fit
+            return {**defaults, **dict(zip(defaults, self.args, strict=False)), **self.kwargs}
+        bound = inspect.signature(forward).bind(None, *self.args, **self.kwargs)
         bound.apply_defaults()
         return dict(list(bound.arguments.items())[1:])
 
@@ -263,5 +267,9 @@ def version_of(tensor: Tensor) -> int:
 
 
 @cache
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(forward)
+def _defaults(forward: Callable[..., Any]) -> dict[str, Any] | None:
+    """What every argument is by default, in order; ``None`` where any number of them is taken."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
+        return None
+    return {parameter.name: parameter.default for parameter in parameters}

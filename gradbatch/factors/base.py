@@ -6,7 +6,6 @@ materialises a budget's worth of samples at a time, and a structure may override
 something different. What two structures do together stands in ``pairs.py``, for all of them in one place.
 """
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -84,8 +83,9 @@ class PerSampleGrad(ABC):
                 f"weights {list(weights.shape)}: expected [N] or [K, N] with N = {self.num_samples}."
             )
         with full_precision(self.device):
-            sums = self._weighted_sum(weights if weights.dim() == 2 else weights[None])
-            return sums if weights.dim() == 2 else sums[0]
+            if weights.dim() == 2:
+                return self._weighted_sum(weights)
+            return self._weighted_sum(weights.unsqueeze(0)).squeeze(0)
 
     def squared_norm(self) -> Tensor:
         """Squared Euclidean norms, ``[N]``; never negative."""
@@ -189,7 +189,8 @@ class PerSampleGrad(ABC):
 
     def with_planner(self: Self, planner: Planner) -> Self:
         """The same gradients, evaluated as ``planner`` decides."""
-        twin = copy.copy(self)
+        twin = object.__new__(type(self))  # what copy.copy does, in a tenth of the time
+        twin.__dict__.update(self.__dict__)
         twin._planned(planner)
         return twin
 
@@ -330,7 +331,8 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Leave autocast, which would compute products in half precision."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return _AS_IT_IS
 
 
+_AS_IT_IS = nullcontext()
 _DEFAULT_PLANNER = Planner()

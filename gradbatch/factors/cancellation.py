@@ -23,15 +23,13 @@ from gradbatch.plans.convolutions import Patches
 from gradbatch.plans.kernels import squared_norms
 
 
-def term_norms(grad: PerSampleGrad, norms: Tensor) -> Tensor:
+def term_norms(grad: PerSampleGrad) -> Tensor | None:
     """At least the sum of the norms of the terms that each gradient is added up from, ``[N]``.
 
-    Args:
-        grad: the gradients.
-        norms: theirs, ``[N]``, which is the answer where there is one term.
+    ``None`` where each is one term, so that this is its own norm.
     """
     with full_precision(grad.device):
-        return norms if _is_one_term(grad) else _term_norms(grad)
+        return None if _is_one_term(grad) else _term_norms(grad)
 
 
 def capped_sum(grad: PerSampleGrad, weights: Tensor, norms: Tensor) -> Tensor:

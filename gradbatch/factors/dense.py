@@ -44,7 +44,7 @@ class Dense(PerSampleGrad):
     def _weighted_sum(self, weights: Tensor) -> Tensor:
         if not self._is_plain or weights.dtype != self.dtype:
             return super()._weighted_sum(weights)
-        return (weights @ self._rows()).reshape(len(weights), *self.shape)
+        return torch.mm(weights, self._rows()).view(weights.shape[0], *self.shape)
 
     def _squared_norm(self) -> Tensor:
         return squared_norms(self._rows()) if self._is_plain else super()._squared_norm()

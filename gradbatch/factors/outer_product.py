@@ -37,21 +37,12 @@ class OuterProduct(PerSampleGrad):
     """
 
     def __init__(self, left: Tensor, right: Operand, shape: Sequence[int]) -> None:
-        sizes = f"left {list(left.shape)}, right {list(right.shape)}, shape {list(shape)}"
-        if left.dim() != 4 or len(right.shape) != 4:
-            raise RuleError(f"OuterProduct takes left [N, G, P, T] and right [N, G, D, T]; got {sizes}.")
-        samples, groups, outputs, positions = left.shape
-        if (right.shape[0], right.shape[1], right.shape[3]) != (samples, groups, positions):
-            raise RuleError(
-                f"OuterProduct: left [N, G, P, T] and right [N, G, D, T] differ in N, G or T: {sizes}."
-            )
-        if groups * outputs * right.shape[2] != math.prod(shape):
-            raise RuleError(
-                f"OuterProduct: G * P * D is not the number of elements of the parameter: {sizes}."
-            )
+        if wrong := _what_is_wrong(left.shape, right.shape, shape):
+            sizes = f"left {list(left.shape)}, right {list(right.shape)}, shape {list(shape)}"
+            raise RuleError(f"OuterProduct {wrong}: {sizes}.")
         check_floating("OuterProduct", left=left.dtype, right=right.dtype)
         check_devices("OuterProduct", [left.device, right.device])
-        super().__init__(shape, samples, [left.dtype, right.dtype], left.device)
+        super().__init__(shape, left.shape[0], [left.dtype, right.dtype], left.device)
         self._parts: list[tuple[Tensor, Operand]] = [(left, right)]
         self._shared: Positions | None = None
 
@@ -132,7 +123,7 @@ class OuterProduct(PerSampleGrad):
 
     def _weighted_sum(self, weights: Tensor) -> Tensor:
         sums = self.planner.weighted_sum(self.left, self.right, weights)
-        return sums.reshape(len(weights), *self.shape)
+        return sums.reshape(weights.shape[0], *self.shape)
 
     def _squared_norm(self) -> Tensor:
         products = None if self._shared is None else self._shared.products
@@ -156,6 +147,17 @@ class OuterProduct(PerSampleGrad):
     def _details(self) -> str:
         groups, outputs, inputs = self.factor_sizes
         return f", G={groups} P={outputs} D={inputs} T={self.left.shape[3]}"
+
+
+def _what_is_wrong(left: Sequence[int], right: Sequence[int], shape: Sequence[int]) -> str | None:
+    if len(left) != 4 or len(right) != 4:
+        return "takes left [N, G, P, T] and right [N, G, D, T]"
+    samples, groups, outputs, positions = left
+    if right[0] != samples or right[1] != groups or right[3] != positions:
+        return "takes left [N, G, P, T] and right [N, G, D, T], which differ in N, G or T"
+    if groups * outputs * right[2] != math.prod(shape):
+        return "has another number of elements, G * P * D, than the parameter"
+    return None
 
 
 def with_common_left(left: Tensor, rights: Sequence[Tensor]) -> list[OuterProduct]:

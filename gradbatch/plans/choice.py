@@ -32,6 +32,9 @@ KEEP = "keep"
 # one channel or whole vectors of channels.
 _MANY_POSITIONS, _NARROW, _VECTOR = 512, 64, 8
 
+# Strips are a dozen calls more than patches, which take longer than to copy so many elements.
+_FEW = 2**16
+
 # Temporaries up to this size are carved out of memory that the C library keeps on a CPU; larger ones are fetched from
 # the system page by page, which takes longer than the arithmetic. They stay in a cache besides.
 RECYCLED = 8 * 2**20
@@ -137,7 +140,7 @@ def _kernels(operation: str, sizes: Sizes, forced: str | None, room: int) -> tup
 
 def _strips_pay(operation: str, sizes: Sizes, room: int) -> bool:
     """Whether strips save more than they cost: the copying of overlaps, against more and smaller products."""
-    if 2 * sizes.stripped > sizes.g * sizes.d * sizes.t:
+    if sizes.n * sizes.g * sizes.d * sizes.t < _FEW or 2 * sizes.stripped > sizes.g * sizes.d * sizes.t:
         return False
     if operation == "dense":  # they have to be put together
         return 2 * sizes.p * sizes.strips <= sizes.t

@@ -28,9 +28,8 @@ from gradbatch.plans.operands import (
     accumulation_dtype as accumulation_dtype,
     promoted,
     select as select,
-    strip_sizes,
+    sizes_of,
     widened,
-    window_of,
 )
 from gradbatch.plans.slabs import Operand as Operand, Tile
 
@@ -67,7 +66,7 @@ class Planner:
         self, budget: int = DEFAULT_BUDGET, force: Mapping[str, str] | None = None, *, measure: bool = False
     ) -> None:
         self.budget, self.force, self.measure = budget, dict(force or {}), measure
-        self._timings = Timings()
+        self._timings, self._forced = Timings(), tuple(sorted(self.force.items()))
         if budget <= 0:
             raise UsageError(f"budget is {budget}; it is a number of bytes, at least 1.")
         check_force(self.force)
@@ -117,27 +116,12 @@ class Planner:
         shared: bool = False,
     ) -> tuple[Sizes, tuple[Plan, ...]]:
         """The sizes of operands, and every plan for an operation on them, the fastest by the cost model first."""
-        left2, right2 = others or (left, right)
-        dtype = accumulation_dtype(left.dtype, right.dtype, left2.dtype, right2.dtype)
-        strips, stripped = strip_sizes(right)
-        sizes = Sizes(
-            n=left.shape[0],
-            g=left.shape[1],
-            p=left.shape[2],
-            d=right.shape[2],
-            t=left.shape[3],
-            m=left2.shape[0],
-            s=left2.shape[3],
-            k=count,
-            itemsize=dtype.itemsize,
-            pair=others is not None,
-            window=max(window_of(right), window_of(right2)),
-            strips=strips,
-            stripped=stripped,
-            cuda=left.device.type == "cuda",
-            shared=shared,
-        )
-        return sizes, candidates(operation, sizes, self.budget, tuple(sorted(self.force.items())))
+        sizes = sizes_of(left, right, others, count, shared)
+        return sizes, self.ranked(operation, sizes)
+
+    def ranked(self, operation: str, sizes: Sizes) -> tuple[Plan, ...]:
+        """Every plan for an operation on operands of these sizes, the fastest by the cost model first."""
+        return candidates(operation, sizes, self.budget, self._forced)
 
     def _evaluate(
         self,
@@ -158,6 +142,8 @@ class Planner:
     def dense(self, left: Tensor, right: Operand, out: Tensor | None = None) -> Tensor:
         """Per-sample gradients, ``[N, G, P, D]``, in memory of the caller's if there is some."""
         left, right = promoted(left, right)
+        if isinstance(right, Tensor):
+            return slabs.products(left, right, out)
 
         def run(plan: Plan) -> Tensor:
             if out is None:
@@ -172,6 +158,8 @@ class Planner:
     def sum(self, left: Tensor, right: Operand) -> Tensor:
         """Sum over samples, ``[G, P, D]``."""
         left, right = promoted(left, right)
+        if isinstance(right, Tensor):
+            return kernels.summed_product(left, right)
         return self._evaluate(
             lambda plan: kernels.summed(left, right, plan.tile, plan.name == "native"), "sum", left, right
         )
@@ -183,7 +171,7 @@ class Planner:
         def run(plan: Plan) -> Tensor:
             if plan.name == "dense":
                 return kernels.weighted_dense(left, right, weights, plan.tile, plan.kernel)
-            each = weights[:, :, None, None, None]
+            each = weights.reshape(*weights.shape, 1, 1, 1).unbind()
             if isinstance(right, Tensor) and right.numel() < left.numel():
                 sums = [self.sum(left, right * weight) for weight in each]
             else:
@@ -204,9 +192,9 @@ class Planner:
             if plan.name == "dense":
                 return kernels.squared_norm_dense(left, right, plan.tile, plan.kernel)
             norms, size = kernels.squared_norm_ghost(left, right, plan.tile, shared)
-            lost = kernels.cancelled(size, norms).nonzero()[:, 0]
-            if len(lost) == 0:
+            if kernels.is_trusted(size, norms):
                 return norms
+            lost = kernels.cancelled(size, norms).nonzero()[:, 0]
             # Positions that cancel do so in a product over positions too, in whichever order that adds them up.
             again = self.forcing(squared_norm="dense").squared_norm(*widened(left[lost], select(right, lost)))
             return norms.index_copy(0, lost, again.to(norms.dtype))

@@ -8,6 +8,7 @@ down, so that what a plan reports is the cost of what runs.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import opt_einsum
 from torch import Tensor
@@ -50,8 +51,7 @@ WITHOUT_DENSE: Mapping[str, tuple[str, tuple[Path, ...]]] = {
 _FLOPS_WRITTEN, FLOPS_READ, FLOPS_FETCHED = 16, 4, 100
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The sizes of an operation's operands, named by their einsum letters, and how they are stored.
 
     ``pair``: there is a second left and right; ``window``: elements of the window that patches, not unfolded yet, are

@@ -9,7 +9,7 @@ from gradbatch.plans.choice import KEEP, RECYCLED
 from gradbatch.plans.contractions import Planner
 from gradbatch.plans.convolutions import STRIPS
 from gradbatch.plans.costs import FLOPS_FETCHED, FLOPS_READ
-from gradbatch.plans.operands import accumulation_dtype, promoted
+from gradbatch.plans.operands import accumulation_dtype, promoted, sizes_of
 from gradbatch.plans.slabs import Operand, shape_of, stripped
 
 
@@ -34,12 +34,12 @@ def pays_to_keep(
     """
     if planner.force or growth(left, right) > room:
         return False
-    sizes, (dense, *_) = planner.candidates(KEEP, left, right)
-    elements = math.prod(shape_of(left, right))
+    sizes = sizes_of(left, right)
+    elements = sizes.n * sizes.g * sizes.p * sizes.d
     kept = elements * sizes.itemsize
     fetched = 0 if sizes.cuda or kept <= RECYCLED else FLOPS_FETCHED * elements
-    apart = sum(planner.candidates(name, left, right)[1][0].time for name in operations)
-    return dense.time + fetched + FLOPS_READ * elements * len(operations) < apart
+    apart = sum([planner.ranked(name, sizes)[0].time for name in operations])
+    return planner.ranked(KEEP, sizes)[0].time + fetched + FLOPS_READ * elements * len(operations) < apart
 
 
 def keep(planner: Planner, left: Tensor, right: Operand) -> tuple[list[Tensor], bool]:

@@ -33,18 +33,16 @@ def summed(left: Tensor, right: Operand, tile: Tile, native: bool) -> Tensor:
     """Sum over samples, ``[G, P, D]``."""
     if native and isinstance(right, Patches):
         return correlate_sum(left, right)
-    if isinstance(right, Tensor):
-        return _summed_product(left, right)
     out = left.new_zeros(shape_of(left, right)[1:])
     for start, stop in spans(left.shape[0], min(tile.samples, tile.unfold)):
-        out += _summed_product(left[start:stop], columns(part(right, start, stop)))
+        out += summed_product(left[start:stop], columns(part(right, start, stop)))
     return out
 
 
-def _summed_product(left: Tensor, right: Tensor) -> Tensor:
+def summed_product(left: Tensor, right: Tensor) -> Tensor:
     """Contract samples and positions, ``[G, P, D]``; row-major like the parameter, as an einsum's result may not be."""
     rows = left.permute(1, 2, 0, 3).flatten(2)
-    return torch.matmul(rows, right.permute(1, 0, 3, 2).flatten(1, 2))
+    return torch.bmm(rows, right.permute(1, 0, 3, 2).flatten(1, 2))
 
 
 def weighted_dense(left: Tensor, right: Operand, weights: Tensor, tile: Tile, method: str) -> Tensor:
@@ -92,7 +90,9 @@ def squared_norm_ghost(
     """
     samples, _, _, positions = left.shape
     if positions == 1:  # the norm of an outer product is the product of the norms, and cancels with nothing
-        norms = (left.square().sum((2, 3)) * columns(right).square().sum((2, 3))).sum(1)
+        lefts = torch.linalg.vector_norm(left, dim=(2, 3))
+        squares = (lefts * torch.linalg.vector_norm(columns(right), dim=(2, 3))).square_()
+        norms = squares.sum(1) if squares.shape[1] > 1 else squares.flatten()
         return norms, norms
     if tile.positions < positions:
         return inner_ghost(left, right, left, right, tile), rounding(left, right, tile)
@@ -115,6 +115,9 @@ def squared_norms(block: Tensor) -> Tensor:
     By pieces of a row: a long one would be added up term by term, and lose four digits to rounding.
     """
     rows = block.flatten(1)
+    if rows.shape[1] <= _PIECE:
+        short: Tensor = torch.linalg.vector_norm(rows, dim=1)
+        return short.square_()
     whole = rows.shape[1] // _PIECE * _PIECE
     pieces = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _PIECE)), dim=2)
     rest = torch.linalg.vector_norm(rows[:, whole:], dim=1)
@@ -285,8 +288,18 @@ def cancelled(noise: Tensor, squared_norm: Tensor) -> Tensor:
 
     That includes every norm that rounding has taken below zero.
     """
-    limit = 3e3 if squared_norm.dtype == torch.float64 else 3e2
-    return ~(noise <= limit * squared_norm) | ~squared_norm.isfinite()
+    return ~(noise <= _limit(squared_norm)) | ~squared_norm.isfinite()
+
+
+def is_trusted(noise: Tensor, squared_norm: Tensor) -> bool:
+    """Whether :func:`cancelled` is true of no ghost norm, as is the rule; may say no where all are huge."""
+    if not math.isfinite(squared_norm.sum()):
+        return False
+    return noise is squared_norm or bool((noise <= _limit(squared_norm)).all())
+
+
+def _limit(squared_norm: Tensor) -> Tensor:
+    return squared_norm * (3e3 if squared_norm.dtype == torch.float64 else 3e2)
 
 
 def cancelled_samples(left: Tensor, right: Operand, norms: Tensor, tile: Tile) -> Tensor:

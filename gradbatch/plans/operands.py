@@ -1,12 +1,14 @@
 """Operands of an operation: what they are computed in, and parts of them."""
 
 import math
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from gradbatch.plans.convolutions import Patches
+from gradbatch.plans.costs import Sizes
 from gradbatch.plans.slabs import Operand
 
 AnyOperand = TypeVar("AnyOperand", bound=Operand)
@@ -22,12 +24,47 @@ def strip_sizes(operand: Operand) -> tuple[int, int]:
     return operand.strip_sizes() if isinstance(operand, Patches) else (1, 0)
 
 
+@cache
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype that operands of these are computed in: the widest of them, at least float32."""
     widest = torch.float32
     for dtype in dtypes:
         widest = torch.promote_types(widest, dtype)
     return widest
+
+
+def sizes_of(
+    left: Tensor,
+    right: Operand,
+    others: tuple[Tensor, Operand] | None = None,
+    count: int = 1,
+    shared: bool = False,
+) -> Sizes:
+    """The sizes that an operation's plans depend on; arguments as for ``Planner.plan``."""
+    samples, groups, outputs, positions = left.shape
+    dtypes, window = {left.dtype, right.dtype}, window_of(right)
+    samples2, positions2 = samples, positions
+    if others is not None:
+        left2, right2 = others
+        samples2, _, _, positions2 = left2.shape
+        dtypes, window = dtypes | {left2.dtype, right2.dtype}, max(window, window_of(right2))
+    return Sizes(
+        n=samples,
+        g=groups,
+        p=outputs,
+        d=right.shape[2],
+        t=positions,
+        m=samples2,
+        s=positions2,
+        k=count,
+        itemsize=accumulation_dtype(*dtypes).itemsize,
+        pair=others is not None,
+        window=window,
+        strips=(strips := strip_sizes(right))[0],
+        stripped=strips[1],
+        cuda=left.device.type == "cuda",
+        shared=shared,
+    )
 
 
 def select(operand: AnyOperand, index: Tensor) -> AnyOperand:
@@ -38,8 +75,11 @@ def select(operand: AnyOperand, index: Tensor) -> AnyOperand:
 
 def promoted(*operands: Any) -> Any:
     """Cast tensors and patches to the dtype they are computed in; each keeps its type."""
-    dtype = accumulation_dtype(*(operand.dtype for operand in operands))
-    return [operand if operand.dtype == dtype else operand.to(dtype) for operand in operands]
+    dtypes = [operand.dtype for operand in operands]
+    dtype = accumulation_dtype(*dtypes)
+    if dtypes.count(dtype) == len(dtypes):
+        return operands
+    return [operand.to(dtype) for operand in operands]
 
 
 def widened(left: Tensor, right: Operand) -> tuple[Tensor, Operand]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -24,8 +23,12 @@ def prepare(quantity: Quantity, grads: Mapping[str, PerSampleGrad]) -> Quantity:
         QuantityError: its ``prepare`` failed, or returned no quantity.
     """
     called = f"{type(quantity).__name__}.prepare"
-    with _named(called, f"on {len(grads)} parameters", grads.values()):
+    try:
         prepared = quantity.prepare(grads)
+    except torch.OutOfMemoryError:
+        raise  # whoever catches it tries smaller batches, whatever it was raised in
+    except Exception as error:
+        raise _explained(error, called, f"on {len(grads)} parameters", grads.values()) from error
     if not isinstance(prepared, Quantity):
         raise QuantityError(
             f"{called} returned {_a(prepared)}; let it return the quantity to reduce with, self or another"
@@ -45,28 +48,32 @@ def reduce(quantity: Quantity, name: str, grad: PerSampleGrad, out: Tensor | Non
     Raises:
         QuantityError: its ``reduce`` failed, or returned no tensor.
     """
-    called, gradients = f"{type(quantity).__name__}.reduce", f"{name} {[grad.num_samples, *grad.shape]}"
-    with _named(called, f"on {gradients}", [grad]):
+    called = f"{type(quantity).__name__}.reduce"
+    try:
         tensor = quantity.of(name).reduce_into(grad, out)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise _explained(error, called, f"on {_gradients(name, grad)}", [grad]) from error
     if not isinstance(tensor, Tensor):
-        raise QuantityError(f"{called} returned {_a(tensor)} for {gradients}; let it return a tensor")
+        raise QuantityError(
+            f"{called} returned {_a(tensor)} for {_gradients(name, grad)}; let it return a tensor"
+        )
     return tensor
 
 
-@contextmanager
-def _named(called: str, where: str, grads: Iterable[PerSampleGrad]) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise  # whoever catches it tries smaller batches, whatever it was raised in
-    except GradBatchError as error:
-        raise type(error)(f"{called} {where}: {error}") from error
-    except Exception as error:
-        message = f"{called} failed {where}: {type(error).__name__}: {error}"
-        # Most likely they were taken for tensors.
-        if any(type(grad).__name__ in str(error) for grad in grads):
-            message += ". Gradients come as a PerSampleGrad; grad.dense() is a tensor [N, *shape]"
-        raise QuantityError(message) from error
+def _explained(error: Exception, called: str, where: str, grads: Iterable[PerSampleGrad]) -> Exception:
+    if isinstance(error, GradBatchError):
+        return type(error)(f"{called} {where}: {error}")
+    message = f"{called} failed {where}: {type(error).__name__}: {error}"
+    # Most likely they were taken for tensors.
+    if any(type(grad).__name__ in str(error) for grad in grads):
+        message += ". Gradients come as a PerSampleGrad; grad.dense() is a tensor [N, *shape]"
+    return QuantityError(message)
+
+
+def _gradients(name: str, grad: PerSampleGrad) -> str:
+    return f"{name} {[grad.num_samples, *grad.shape]}"
 
 
 def _a(value: object) -> str:

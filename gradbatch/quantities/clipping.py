@@ -124,27 +124,24 @@ class ClippedSum(Quantity):
     def prepare(self, grads: Mapping[str, PerSampleGrad]) -> ClippedSum:
         """The same, with the factors of each sample."""
         grouped = self.grouped(grads)
-        squares: list[Tensor | None] = [None] * len(grouped.groups)
         device = next(iter(grads.values())).device
-        found: dict[str, tuple[Tensor, Tensor]] = {}
-        for name, grad in grads.items():
-            own, group = grad.squared_norm(), grouped._group_of[name]
-            norms = own.sqrt()
-            found[name] = norms.to(device), term_norms(grad, norms).to(device)
-            before, own = squares[group], own.to(device)
-            squares[group] = own if before is None else before + own
-        norms = torch.stack([square for square in squares if square is not None], dim=1).sqrt()
+        each = torch.stack([grad.squared_norm().to(device) for grad in grads.values()], dim=1)
+        columns: list[list[int]] = [[] for _ in grouped.groups]
+        for column, name in enumerate(grads):
+            columns[grouped._group_of[name]].append(column)
+        flat = len(columns) == 1
+        squares = [each.sum(1)] if flat else [each[:, own].sum(1) for own in columns]
+        norms = torch.stack(squares, dim=1).sqrt_()
         bounds = norms.new_tensor(grouped.bounds)
         hard = self.style == "hard"
         factors = (bounds / norms).clamp(max=1.0) if hard else bounds / (norms + self.stability)
         finite = norms.isfinite().all(1)
         factors = torch.where(finite[:, None], factors, 0)
-        flat = len(grouped.groups) == 1
         return grouped._with(
             norms=norms[:, 0] if flat else norms,
             factors=factors[:, 0] if flat else factors,
             non_finite=len(finite) - int(finite.sum()),
-            _cancelling=grouped._found_cancelling(found, factors, bounds),
+            _cancelling=grouped._found_cancelling(grads, each, factors, bounds),
         )
 
     def of(self, name: str) -> ClippedSum:
@@ -172,19 +169,27 @@ class ClippedSum(Quantity):
         return total + capped_sum(grad.select(index), factors[index], norms)
 
     def _found_cancelling(
-        self, found: Mapping[str, tuple[Tensor, Tensor]], factors: Tensor, bounds: Tensor
+        self, grads: Mapping[str, PerSampleGrad], squares: Tensor, factors: Tensor, bounds: Tensor
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Samples of which a sum could get more than they may, by parameter, from their norms and their terms'."""
-        columns = []
-        for name, (_, terms) in found.items():
-            group = self._group_of[name]
-            excess = factors[:, group] * terms * torch.finfo(terms.dtype).eps
-            columns.append((factors[:, group] > 0) & ~(excess <= _EXCESS * bounds[group]))
-        loud = torch.stack(columns, dim=1)
+        """Samples of which a sum could get more than they may, and the norms found of them, by parameter."""
+        # What is one term is scaled to its bound, and cannot get more.
+        found = {name: terms for name, grad in grads.items() if (terms := term_norms(grad)) is not None}
+        if not found:
+            return {}
+        group_of = torch.tensor([self._group_of[name] for name in found], device=squares.device)
+        terms = torch.stack([each.to(squares.device) for each in found.values()], dim=1)
+        allowed = terms.new_tensor([_EXCESS / torch.finfo(each.dtype).eps for each in found.values()])
+        factors = factors[:, group_of]
+        loud = (factors > 0) & ~(factors * terms <= allowed * bounds[group_of])
         if not loud.any():
             return {}
-        index = {name: loud[:, column].nonzero()[:, 0] for column, name in enumerate(found)}
-        return {name: (where, found[name][0][where]) for name, where in index.items() if len(where)}
+        columns = {
+            name: (loud[:, i].nonzero()[:, 0], squares[:, [*grads].index(name)])
+            for i, name in enumerate(found)
+        }
+        return {
+            name: (where, square[where].sqrt()) for name, (where, square) in columns.items() if len(where)
+        }
 
     def _group(self, name: str) -> str:
         layer = name.rpartition(".")[0]

@@ -16,8 +16,10 @@ def by_position(tensor: Tensor, features: int) -> Tensor:
     Edge cases: without positions ``T = 1``; empty axes are kept.
     """
     split = tensor.dim() - features
+    if split == 2:
+        return tensor
     # Not reshape(N, -1, ...): an empty tensor leaves -1 undetermined.
-    return tensor.reshape(len(tensor), math.prod(tensor.shape[1:split]), *tensor.shape[split:])
+    return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:split]), *tensor.shape[split:])
 
 
 def total(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:

@@ -51,10 +51,10 @@ class SampleLayout:
         """Bring the samples to the front: ``[N, *axes before, rows of a sample (if more than one), *axes after]``."""
         if self.axis is None:
             return tensor.unsqueeze(0)
+        if tensor.shape[self.axis] == self.samples:  # one row a sample
+            return tensor.movedim(self.axis, 0) if self.axis else tensor
         blocks = tensor.shape[self.axis] // (self.samples * self.stride)
         tensor = tensor.unflatten(self.axis, (blocks, self.samples, self.stride)).movedim(self.axis + 1, 0)
-        if blocks * self.stride == 1:
-            return tensor.flatten(self.axis + 1, self.axis + 2).squeeze(self.axis + 1)
         # Blocks and stride are adjacent again once the samples are gone from between them: one axis of positions.
         return tensor.flatten(self.axis + 1, self.axis + 2)
 
@@ -148,6 +148,11 @@ class Call:
     def num_samples(self) -> int:
         """``N``: what the per-sample gradients that the rule yields are indexed by, times :attr:`rows_per_sample`."""
         return self.layout.samples
+
+    @property
+    def device(self) -> torch.device:
+        """Where the output is."""
+        return self._first_grad_output.device
 
     @property
     def rows_per_sample(self) -> int:

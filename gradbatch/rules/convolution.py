@@ -11,6 +11,7 @@ input and output gradient are swapped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,9 @@ def _channels_and_space(module: Any, output_dim: int) -> int:
 
 def _by_group(rows: Tensor, groups: int) -> Tensor:
     """``[N, rows, C, *size]`` to the operand ``[N, G, C / G, T]``, positions ordered by row, then by place."""
+    if rows.shape[1] == 1:
+        samples, _, channels, *size = rows.shape
+        return rows.reshape(samples, groups, channels // groups, math.prod(size))
     rows = rows.flatten(3).unflatten(2, (groups, rows.shape[2] // groups))
     return rows.movedim(1, 3).flatten(3)
 

@@ -12,6 +12,8 @@ from gradbatch.rules.registry import layer_rule
 
 def features_by_position(tensor: Tensor) -> Tensor:
     """``[N, *positions, features]`` to the operand ``[N, 1, features, T]`` of an outer product with one group."""
+    if tensor.dim() == 2:  # at one position, where the order in memory makes no difference
+        return tensor.reshape(tensor.shape[0], 1, tensor.shape[1], 1)
     return by_position(tensor, 1).mT.unsqueeze(1)
 
 
@@ -20,11 +22,9 @@ def linear(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """``y = x Wᵀ + b``: the weight's gradient is ``Σ_t g_t x_tᵀ``."""
     grad_output = call.grad_output
     if "weight" in call.needs:
-        shape = (grad_output.shape[-1], call.input.shape[-1])
-        yield (
-            "weight",
-            OuterProduct(features_by_position(grad_output), features_by_position(call.input), shape),
-        )
+        inputs = call.input
+        shape = (grad_output.shape[-1], inputs.shape[-1])
+        yield "weight", OuterProduct(features_by_position(grad_output), features_by_position(inputs), shape)
     if "bias" in call.needs:
         yield "bias", Dense(total(by_position(grad_output, 1), (1,)))
 
