@@ -42,10 +42,12 @@ class RowScatter(PerSampleGrad):
         check_floating("RowScatter", values=values.dtype)
         check_devices("RowScatter", [ids.device, values.device])
         # Out of range, a row would be taken for another sample's. Elsewhere than on a CPU the look would be a wait.
-        if ids.device.type == "cpu" and ids.numel() and not -1 <= ids.min() <= ids.max() < shape[0]:
-            raise RuleError(
-                f"RowScatter: ids from {ids.min()} to {ids.max()} for a table of {shape[0]} rows (-1: none)."
-            )
+        if ids.device.type == "cpu" and ids.numel():
+            first, last = map(int, ids.aminmax())
+            if first < -1 or last >= shape[0]:
+                raise RuleError(
+                    f"RowScatter: ids from {first} to {last} for a table of {shape[0]} rows (-1: none)."
+                )
         super().__init__(shape, ids.shape[0], [values.dtype], values.device)
         self.ids, self.values = ids, values
 
@@ -116,7 +118,7 @@ class RowScatter(PerSampleGrad):
         """Sample, row and value of every entry that has a row: ``[E]``, ``[E]``, ``[E, D]``."""
         present = self.ids >= 0
         if present.all():
-            samples = torch.arange(self.num_samples, device=self.device).repeat_interleave(self.ids.shape[1])
+            samples = torch.arange(self.num_samples, device=self.device)[:, None].expand_as(self.ids).flatten()
             return samples, self.ids.flatten(), self.values.flatten(0, 1).to(dtype)
         samples, positions = present.nonzero(as_tuple=True)
         return samples, self.ids[samples, positions], self.values[samples, positions].to(dtype)
