@@ -90,8 +90,7 @@ def squared_norm_ghost(
     """
     samples, _, _, positions = left.shape
     if positions == 1:  # the norm of an outer product is the product of the norms, and cancels with nothing
-        lefts = torch.linalg.vector_norm(left, dim=(2, 3))
-        squares = (lefts * torch.linalg.vector_norm(columns(right), dim=(2, 3))).square_()
+        squares = left.square().sum((2, 3)) * columns(right).square().sum((2, 3))
         norms = squares.sum(1) if squares.shape[1] > 1 else squares.flatten()
         return norms, norms
     if tile.positions < positions:
