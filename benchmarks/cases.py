@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.models.images import VisionTransformer, mlp, mobilenet, resnet18, small_cnn
+from benchmarks.models.images import (
+    VisionTransformer,
+    mlp,
+    mobilenet,
+    resnet18,
+    small_cnn,
+    thin_cnn,
+    thin_mlp,
+)
 from benchmarks.models.sequences import EmbeddingClassifier, LSTMClassifier
 from benchmarks.models.transformers import GPT
 
@@ -92,4 +100,6 @@ CASES = {
         32,
         vocabulary=50_000,
     ),
+    "thin_mlp": Case("thin MLP, 31 layers of 16", lambda _: thin_mlp(), (16,), 8),
+    "thin_cnn": Case("thin CNN, 32 layers of 8 channels", lambda _: thin_cnn(), (3, 4, 4), 4),
 }

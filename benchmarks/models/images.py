@@ -30,6 +30,18 @@ def mlp() -> nn.Sequential:
     )
 
 
+def thin_mlp() -> nn.Sequential:
+    """Thirty layers of 16: next to no arithmetic, so that calls are what takes time, as on a fast device."""
+    layers = [layer for _ in range(30) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(16, 10))
+
+
+def thin_cnn() -> nn.Sequential:
+    """The same of sixteen convolutions, of 8 channels each, with GroupNorm; for 3x4x4 images."""
+    layers = [layer for _ in range(15) for layer in (nn.Conv2d(8, 8, 3, 1, 1), nn.GroupNorm(2, 8), nn.ReLU())]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), *layers, nn.Flatten(), nn.Linear(128, 10))
+
+
 class ResidualBlock(nn.Module):
     """Two convolutions with GroupNorm, as in ResNet-18; as in ResNeXt if they are grouped."""
 

@@ -118,7 +118,9 @@ class RowScatter(PerSampleGrad):
         """Sample, row and value of every entry that has a row: ``[E]``, ``[E]``, ``[E, D]``."""
         present = self.ids >= 0
         if present.all():
-            samples = torch.arange(self.num_samples, device=self.device)[:, None].expand_as(self.ids).flatten()
+            samples = (
+                torch.arange(self.num_samples, device=self.device)[:, None].expand_as(self.ids).flatten()
+            )
             return samples, self.ids.flatten(), self.values.flatten(0, 1).to(dtype)
         samples, positions = present.nonzero(as_tuple=True)
         return samples, self.ids[samples, positions], self.values[samples, positions].to(dtype)
