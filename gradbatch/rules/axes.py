@@ -23,8 +23,10 @@ def by_position(tensor: Tensor, features: int) -> Tensor:
 
 
 def total(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Sum over ``axes``, accumulated and returned in at least float32."""
-    return tensor.sum(axes, dtype=torch.promote_types(tensor.dtype, torch.float32)) if axes else full(tensor)
+    """Sum over ``axes``, accumulated and returned in at least float32; maybe a view, where there is nothing to add."""
+    if all([tensor.shape[axis] == 1 for axis in axes]):
+        return full(tensor.squeeze(axes))
+    return tensor.sum(axes, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 def full(tensor: Tensor) -> Tensor:
