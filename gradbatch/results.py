@@ -81,7 +81,10 @@ class QuantityResult(Mapping[str, Tensor]):
                     f"{type(self.quantity).__name__} does not add up over parameters: it has shape "
                     f"{list(total.shape)} for {name} and {list(tensor.shape)} for {other}. Set additive = False"
                 )
-            total = total + tensor.to(total.device)
+            if (tensor.dtype, tensor.device) == (total.dtype, total.device):
+                total += tensor
+            else:
+                total = total + tensor.to(total.device)
         return total
 
 

@@ -293,5 +293,6 @@ READINGS: dict[str, tuple[Reading, ...]] = {
 KEPT: Mapping[str, Sequence[str]] = {
     "MkldnnRnnLayerBackward": ("result0", "result3"),
     "NativeGroupNormBackward": ("result1", "result2"),
+    "NativeLayerNormBackward": ("result1", "result2"),
 }
 """What kernels keep for their backward that can spare a layer's rule work, by type of node: names of what it saved."""

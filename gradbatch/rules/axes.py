@@ -24,7 +24,7 @@ def by_position(tensor: Tensor, features: int) -> Tensor:
 
 def total(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Sum over ``axes``, accumulated and returned in at least float32; maybe a view, where there is nothing to add."""
-    if all([tensor.shape[axis] == 1 for axis in axes]):
+    if all(tensor.shape[axis] == 1 for axis in axes):
         return full(tensor.squeeze(axes))
     return tensor.sum(axes, dtype=torch.promote_types(tensor.dtype, torch.float32))
 

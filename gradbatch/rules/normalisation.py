@@ -1,4 +1,4 @@
-"""Normalisation layers: ``y = w x̂ + b``, with ``x̂`` recomputed from the input.
+"""Normalisation layers: ``y = w x̂ + b``, with ``x̂`` recomputed from the input, and from what the forward kept.
 
 Their per-sample gradients are as small as a bias, so they are materialised. Layers that normalise over the batch are
 taught in eval mode only; in training the samples are coupled, and the capture refuses them.
@@ -7,7 +7,7 @@ taught in eval mode only; in training the samples are coupled, and the capture r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,9 +45,24 @@ def _scale_and_shift(
 def layer_norm(call: Call) -> Iterator[tuple[str, PerSampleGrad]]:
     """Normalised over the last axes, one weight an element of them."""
     shape, eps = call.module.normalized_shape, call.module.eps
-    yield from _scale_and_shift(
-        call, len(shape), lambda x: F.layer_norm(full(x), shape, eps=eps), per_channel=False
+    output = call.raw_grad_output
+    rows = *output.shape[: -len(shape)], *(1,) * len(shape)
+    moments = (
+        _kept_moments(call, rows, torch.promote_types(output.dtype, torch.float32))
+        if "weight" in call.needs
+        else None
     )
+    if moments is None:
+        yield from _scale_and_shift(
+            call, len(shape), lambda x: F.layer_norm(full(x), shape, eps=eps), per_channel=False
+        )
+        return
+    grad_output, mean, inverse = (by_position(t, len(shape)) for t in (full(call.grad_output), *moments))
+    # Divided by the deviation as the positions are added up: one pass less over all elements.
+    products = (by_position(full(call.input), len(shape)) - mean).mul_(grad_output).flatten(2)
+    yield "weight", Dense(torch.bmm(inverse.flatten(1).unsqueeze(1), products).view(len(products), *shape))
+    if "bias" in call.needs:
+        yield "bias", Dense(total(grad_output, (1,)))
 
 
 @layer_rule(nn.RMSNorm, feature_axes=lambda module, _: len(module.normalized_shape), reads=())
@@ -85,7 +100,8 @@ def _as_one_image(call: Call, features: int, groups: int) -> Iterator[tuple[str,
     image = input.reshape(1, rows * channels, *input.shape[3:])
     if image.numel():
         grad_output = full(by_position(call.grad_output, features)).reshape(image.shape)
-        moments = _kept_moments(call, groups, image.dtype) or _moments(image, rows * groups, call.module.eps)
+        kept = _kept_moments(call, (call.raw_grad_output.shape[0], groups), image.dtype)
+        moments = [t.reshape(1, -1) for t in kept or _moments(image, rows * groups, call.module.eps)]
         sizes = 1, rows * channels, math.prod(image.shape[2:]), rows * groups
         wanted = [False, "weight" in call.needs, "bias" in call.needs]
         scale = image.new_ones(rows * channels)
@@ -99,14 +115,18 @@ def _as_one_image(call: Call, features: int, groups: int) -> Iterator[tuple[str,
             yield name, Dense(total(gradient.view(samples, positions, channels), (1,)))
 
 
-def _kept_moments(call: Call, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """Mean and inverse deviation of each group of each image, ``[1, *]``, as the forward found them."""
+def _kept_moments(call: Call, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """Mean and inverse deviation of all that is normalised together, as the forward found them, samples first.
+
+    Args:
+        call: the layer's call.
+        shape: in which the forward keeps each.
+        dtype: in which they are of use.
+    """
     for kept in call.kept.values():
-        moments = kept["result1"], kept["result2"]
-        shape = call.raw_grad_output.shape[0], groups
-        if all(tensor.shape == shape and tensor.dtype == dtype for tensor in moments):
-            mean, inverse = (call.sample_first(tensor).reshape(1, -1) for tensor in moments)
-            return mean, inverse
+        mean, inverse = kept["result1"], kept["result2"]
+        if mean.shape == inverse.shape == tuple(shape) and mean.dtype == inverse.dtype == dtype:
+            return call.sample_first(mean), call.sample_first(inverse)
     return None
 
 

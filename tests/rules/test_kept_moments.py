@@ -1,4 +1,4 @@
-"""GroupNorm's rule reads the moments that the forward kept, and computes them where there are none."""
+"""The rules of GroupNorm and LayerNorm read the moments that the forward kept, and compute them where none are."""
 
 from collections.abc import Callable
 
@@ -59,6 +59,66 @@ def test_half_precision_moments_are_not_used(device: torch.device) -> None:
     right = gradbatch.backward(exact, exact(x.double()).square().sum(1), gradbatch.BatchGrad())
     for name, values in result[gradbatch.BatchGrad].items():
         torch.testing.assert_close(values.double(), right[gradbatch.BatchGrad][name], rtol=0.05, atol=0.05)
+
+
+class Rows(nn.Module):
+    """A LayerNorm over the last axis or two of ``[N, T, 3, 4]``; the samples in front, behind, or in flattened rows."""
+
+    def __init__(self, shape: tuple[int, ...], order: str, bias: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(shape, dtype=torch.float64, bias=bias)
+        nn.init.uniform_(self.norm.weight, 0.5, 2.0)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, T, 3, 4]`` to ``[N]``."""
+        if self.order == "behind":
+            return self.norm(x.transpose(0, 1)).sin().square().sum((0, 2, 3))
+        if self.order == "flattened":
+            return self.norm(x.flatten(0, 1)).sin().square().unflatten(0, x.shape[:2]).sum((1, 2, 3))
+        return self.norm(x).sin().square().sum((1, 2, 3))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("order", ["in front", "behind", "flattened"])
+@pytest.mark.parametrize("shape", [(4,), (3, 4)])
+def test_layer_norm_with_and_without_what_the_forward_kept(
+    monkeypatch: pytest.MonkeyPatch,
+    kept: bool,
+    bias: bool,
+    order: str,
+    shape: tuple[int, ...],
+    device: torch.device,
+) -> None:
+    torch.manual_seed(0)
+    found = []
+    read = normalisation._kept_moments
+
+    def spied(*args: object) -> tuple[Tensor, Tensor] | None:
+        found.append(read(*args) is not None)  # type: ignore[arg-type]
+        return read(*args) if kept else None  # type: ignore[arg-type]
+
+    monkeypatch.setattr(normalisation, "_kept_moments", spied)
+    model = gradbatch.extend(Rows(shape, order, bias).to(device))
+    # Means that are large against the deviation, which must not cost digits.
+    x = 1e4 + torch.randn(5, 2, 3, 4, dtype=torch.float64, device=device)
+    result = gradbatch.backward(model, model(x), gradbatch.BatchGrad())[gradbatch.BatchGrad]
+    assert found and all(found)
+    for i in range(len(x)):
+        alone = torch.autograd.grad(model(x[i : i + 1]).sum(), list(model.parameters()))
+        for (name, _), right in zip(model.named_parameters(), alone, strict=True):
+            torch.testing.assert_close(result[name][i], right, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("chosen", ["norm.weight", "norm.bias"])
+def test_one_parameter_of_a_layer_norm_alone(chosen: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = gradbatch.extend(Rows((4,), "in front", bias=True).to(device))
+    x = torch.randn(3, 2, 3, 4, dtype=torch.float64, device=device)
+    both = gradbatch.per_sample_grads(model, model(x))
+    one = gradbatch.per_sample_grads(model, model(x), parameters=chosen)
+    torch.testing.assert_close(one[chosen], both[chosen], rtol=1e-12, atol=1e-12)
 
 
 CHAINS: dict[str, Callable[[nn.GroupNorm, Tensor], Tensor]] = {
