@@ -165,3 +165,35 @@ def test_attached_results_are_cleared_even_if_the_next_context_fails() -> None:
     with pytest.raises(KeyError), gradbatch.compute(model, BatchGrad(), loss_reduction="sum"):
         raise KeyError
     assert not hasattr(model.weight, "grad_batch")
+
+
+class ByName(Shift):
+    def forward(self, input: Tensor, /, *, scale: Tensor | None = None, gain: float = 2.0) -> Tensor:
+        return super().forward(input) * (1.0 if scale is None else scale) * gain
+
+
+class AnyNumber(Shift):
+    def forward(self, input: Tensor, *scale: Tensor, **gain: float) -> Tensor:
+        return super().forward(input) * (scale[0] if scale else 1.0) * gain.get("gain", 2.0)
+
+
+@pytest.mark.parametrize("kind", [ByName, AnyNumber])
+def test_arguments_come_by_name_and_with_defaults(monkeypatch: pytest.MonkeyPatch, kind: type[Shift]) -> None:
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    seen = []
+
+    @gradbatch.layer_rule(kind, feature_axes=1)
+    def rule(call: gradbatch.Call):
+        seen.append(list(call.arguments))
+        scale, gain = call.arguments["scale"], call.arguments["gain"]
+        if kind is AnyNumber:
+            scale, gain = next(iter(scale), None), gain.get("gain", 2.0)
+        yield "shift", Dense(call.grad_output * gain * (1.0 if scale is None else call.sample_first(scale)))
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        second = self.own(x, scale=x.exp()) if kind is ByName else self.own(x, x.exp())
+        return torch.tanh(self.own(x, gain=3.0)) + second
+
+    model, x = wired(forward, own=kind()), draw(4, 3)
+    assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
+    assert seen and all(names == ["input", "scale", "gain"] for names in seen)

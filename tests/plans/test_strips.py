@@ -74,6 +74,11 @@ def test_what_gradients_are_materialised_by(
     left = torch.zeros(1).expand(16, groups, outputs // groups, patches.shape[3])
     plan = Planner(force={"sum_of_squares": "dense"}).plan("sum_of_squares", left, patches)
     assert plan.kernel == kind
+    # Of next to nothing, in the fewest calls.
+    few = Patches(torch.zeros(1).expand(1, 2 * groups, kernel, kernel), window, groups)
+    left = torch.zeros(1).expand(1, groups, 3, few.shape[3])
+    plan = Planner(force={"sum_of_squares": "dense"}).plan("sum_of_squares", left, few)
+    assert plan.kernel == "unfold"
 
 
 @pytest.mark.parametrize("method", ["strips", "strips_last"])

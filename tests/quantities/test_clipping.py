@@ -250,3 +250,29 @@ def test_bounds_by_group_make_no_difference_to_where_results_are_found() -> None
     asked = ClippedSum({"*": 1.0})
     results = gradbatch.backward(model, losses_of(model, x), asked, BatchL2Grad())
     assert results[ClippedSum({"*": 1.0})] is results[asked] and dict(results)[asked] is results[asked]
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_parameters_of_several_dtypes_have_one_norm(per_layer: bool) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).double())
+
+    torch.manual_seed(0)
+    model, x = gradbatch.extend(Mixed()), torch.randn(5, 3)
+    grads = gradbatch.backward(model, losses_of(model, x), BatchGrad())[BatchGrad]
+    squares = {name: grad.double().flatten(1).square().sum(1) for name, grad in grads.items()}
+    layers = [{name for name in grads if name.startswith(first)} for first in ("first", "second")]
+    for group in layers if per_layer else [set(grads)]:
+        bound = 0.5 / 2**0.5 if per_layer else 0.5
+        factors = (bound / sum(squares[name] for name in group).sqrt()).clamp(max=1)
+        found = gradbatch.backward(model, losses_of(model, x), ClippedSum(0.5, per_layer=per_layer))
+        for name in group:
+            right = torch.einsum("n,n...->...", factors, grads[name].double())
+            torch.testing.assert_close(
+                found[ClippedSum][name].double(), right, rtol=1e-6, atol=1e-7, msg=name
+            )
