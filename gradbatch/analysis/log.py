@@ -219,7 +219,7 @@ def entry_of(line: bytes, path: Path) -> Run | Record | None:
         run = _made(Run, entry)
         known = run is not None and all(run.parameters.keys() >= {*names} for names in run.groups.values())
         return run if known else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
@@ -237,7 +237,10 @@ def _check(hint: Any) -> Callable[[Any], bool]:
     inner = get_args(hint)
     if hint in SCALARS or (isinstance(hint, UnionType) and all(one in SCALARS for one in inner)):
         types = {scalar for one in inner or (hint,) for scalar in SCALARS[one]}
-        return lambda value: type(value) in types
+        # Python reads NaN and 1e999 too, which no writer of ours writes and no picture can show.
+        return lambda value: (
+            type(value) in types and (type(value) not in (int, float) or math.isfinite(value))
+        )
     checks = [_check(one) for one in inner]
     if isinstance(hint, UnionType):
         return lambda value: any(check(value) for check in checks)

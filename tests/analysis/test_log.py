@@ -50,6 +50,19 @@ def test_numbers_that_json_has_no_word_for_become_nothing(tmp_path: Path) -> Non
         json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 
 
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-1e999", "1" + 400 * "0", 5000 * "1"])
+@pytest.mark.parametrize("name", ["loss", "samples", "square_of_sum"])
+def test_a_line_with_what_is_no_number_is_left_out(tmp_path: Path, name: str, word: str) -> None:
+    path = written(tmp_path / "run.jsonl", range(3))
+    lines = path.read_text().splitlines()
+    entry = json.loads(lines[2])
+    entry[name] = [3.0, "here"] if name == "square_of_sum" else "here"
+    changed = json.dumps(entry).replace('"here"', word)
+    path.write_text("\n".join([*lines[:2], changed, *lines[3:], ""]))
+    log = read_log(path)
+    assert [entry.step for entry in log.records] == [0, 2] and log.broken == [f"{path}:3"]
+
+
 def test_a_log_cut_off_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
     whole = written(tmp_path / "run.jsonl", range(3)).read_bytes()
     cut = tmp_path / "cut.jsonl"
