@@ -43,6 +43,7 @@ def sizes_of(
     """The sizes that an operation's plans depend on; arguments as for ``Planner.plan``."""
     samples, groups, outputs, positions = left.shape
     dtypes, window = {left.dtype, right.dtype}, window_of(right)
+    strips, stripped = strip_sizes(right)
     samples2, positions2 = samples, positions
     if others is not None:
         left2, right2 = others
@@ -60,8 +61,8 @@ def sizes_of(
         itemsize=accumulation_dtype(*dtypes).itemsize,
         pair=others is not None,
         window=window,
-        strips=(strips := strip_sizes(right))[0],
-        stripped=strips[1],
+        strips=strips,
+        stripped=stripped,
         cuda=left.device.type == "cuda",
         shared=shared,
     )

@@ -100,7 +100,7 @@ def products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Sums over positions of outer products, ``[N, G, P, D]``; of one position, what bounds them is to write them."""
     if left.shape[3] == 1:
         return torch.mul(left, right.mT, out=out)
-    if left.shape[1] == 1 and out is None:  # in a tenth of the calls that matmul makes for four axes
+    if left.shape[1] == 1 and out is None:  # what matmul comes to as well, in many calls more
         return torch.bmm(left[:, 0], right[:, 0].mT).unsqueeze(1)
     return torch.matmul(left, right.mT, out=out)
 

@@ -140,6 +140,14 @@ def test_products_that_overflow_where_the_gradient_does_not_are_materialised() -
         torch.testing.assert_close(norms, torch.full((2,), 12 * (positions * small * large) ** 2))
 
 
+@pytest.mark.parametrize("positions", [1, 3])
+def test_norms_whose_sum_alone_overflows_are_right(positions: int) -> None:
+    left, right = torch.zeros(4, 1, 2, positions), torch.zeros(4, 1, 3, positions)
+    left[..., 0], right[..., 0] = 1e9, 6e9  # squared norms of 2.16e38
+    norms = OuterProduct(left, right, (2, 3)).with_planner(GHOST).squared_norm()
+    torch.testing.assert_close(norms, torch.full((4,), 2.16e38))
+
+
 def test_ordinary_samples_are_not_materialised() -> None:
     grad = OuterProduct(torch.randn(8, 1, 64, 300), torch.randn(8, 1, 64, 300), (64, 64)).with_planner(GHOST)
     assert GHOST.plan("squared_norm", grad.left, grad.right).name == "ghost"
