@@ -1,6 +1,6 @@
 """The rules of GroupNorm and LayerNorm read the moments that the forward kept, and compute them where none are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -25,29 +25,41 @@ class Network(nn.Module):
         return (normed if self.sample_first else normed.transpose(0, 1)).flatten(1).square().sum(1)
 
 
+def looked_for(monkeypatch: pytest.MonkeyPatch, kept: bool) -> list[bool]:
+    """Whether the moments were there, each time that a rule looked; told otherwise unless ``kept``."""
+    found: list[bool] = []
+    read = normalisation._kept_moments
+
+    def spied(*args: object) -> tuple[Tensor, Tensor] | None:
+        moments = read(*args)  # type: ignore[arg-type]
+        found.append(moments is not None)
+        return moments if kept else None
+
+    monkeypatch.setattr(normalisation, "_kept_moments", spied)
+    return found
+
+
+def assert_alone(model: nn.Module, x: Tensor, result: Mapping[str, Tensor], tolerance: float) -> None:
+    """Each sample's gradients are those of a batch of its own."""
+    for i in range(len(x)):
+        alone = torch.autograd.grad(model(x[i : i + 1]).sum(), list(model.parameters()))
+        for (name, _), right in zip(model.named_parameters(), alone, strict=True):
+            torch.testing.assert_close(result[name][i], right, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize(("images", "sample_first"), [(1, True), (3, True), (3, False)])
 def test_with_and_without_what_the_forward_kept(
     monkeypatch: pytest.MonkeyPatch, kept: bool, images: int, sample_first: bool, device: torch.device
 ) -> None:
     torch.manual_seed(0)
-    found = []
-    read = normalisation._kept_moments
-
-    def spied(*args: object) -> tuple[Tensor, Tensor] | None:
-        found.append(read(*args) is not None)  # type: ignore[arg-type]
-        return read(*args) if kept else None  # type: ignore[arg-type]
-
-    monkeypatch.setattr(normalisation, "_kept_moments", spied)
+    found = looked_for(monkeypatch, kept)
     model = gradbatch.extend(Network(images, sample_first).to(device))
     nn.init.uniform_(model.norm.weight, 0.5, 2.0)
     x = 3 + torch.randn(5, images, 6, 4, dtype=torch.float64, device=device)
     result = gradbatch.backward(model, model(x), gradbatch.BatchGrad())[gradbatch.BatchGrad]
     assert found and all(found)
-    for i in range(len(x)):
-        alone = torch.autograd.grad(model(x[i : i + 1]).sum(), list(model.parameters()))
-        for (name, _), right in zip(model.named_parameters(), alone, strict=True):
-            torch.testing.assert_close(result[name][i], right, rtol=1e-10, atol=1e-10)
+    assert_alone(model, x, result, 1e-10)
 
 
 def test_half_precision_moments_are_not_used(device: torch.device) -> None:
@@ -92,23 +104,13 @@ def test_layer_norm_with_and_without_what_the_forward_kept(
     device: torch.device,
 ) -> None:
     torch.manual_seed(0)
-    found = []
-    read = normalisation._kept_moments
-
-    def spied(*args: object) -> tuple[Tensor, Tensor] | None:
-        found.append(read(*args) is not None)  # type: ignore[arg-type]
-        return read(*args) if kept else None  # type: ignore[arg-type]
-
-    monkeypatch.setattr(normalisation, "_kept_moments", spied)
+    found = looked_for(monkeypatch, kept)
     model = gradbatch.extend(Rows(shape, order, bias).to(device))
     # Means that are large against the deviation, which must not cost digits.
     x = 1e4 + torch.randn(5, 2, 3, 4, dtype=torch.float64, device=device)
     result = gradbatch.backward(model, model(x), gradbatch.BatchGrad())[gradbatch.BatchGrad]
     assert found and all(found)
-    for i in range(len(x)):
-        alone = torch.autograd.grad(model(x[i : i + 1]).sum(), list(model.parameters()))
-        for (name, _), right in zip(model.named_parameters(), alone, strict=True):
-            torch.testing.assert_close(result[name][i], right, rtol=1e-9, atol=1e-9)
+    assert_alone(model, x, result, 1e-9)
 
 
 @pytest.mark.parametrize("chosen", ["norm.weight", "norm.bias"])
