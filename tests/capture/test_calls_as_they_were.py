@@ -197,3 +197,33 @@ def test_arguments_come_by_name_and_with_defaults(monkeypatch: pytest.MonkeyPatc
     model, x = wired(forward, own=kind()), draw(4, 3)
     assert_right_both_ways(model, lambda: sum_of_squares(model(x)))
     assert seen and all(names == ["input", "scale", "gain"] for names in seen)
+
+
+def test_results_share_no_memory_with_gradients_that_hooks_have_seen() -> None:
+    seen: list[Tensor] = []
+
+    class Shifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.norm = nn.Linear(5, 5), nn.LayerNorm(5)
+            self.p, self.q, self.r = (nn.Parameter(torch.randn(s)) for s in ((5,), (1, 5), (1, 1, 5)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.norm(self.lin(x)) + self.p
+            for step in (
+                lambda h: h + self.q,
+                lambda h: h.unsqueeze(1) + self.r.squeeze(1),
+                lambda h: h + self.p.view(1, 1, 5).expand(1, 1, 5),
+            ):
+                hidden.register_hook(seen.append)
+                hidden = step(hidden)
+            hidden.register_hook(seen.append)
+            return hidden[:, 0]
+
+    model = gradbatch.extend(Shifts())
+    for _ in range(3):
+        losses = sum_of_squares(model(torch.randn(4, 5)))
+        results = gradbatch.backward(model, losses, BatchGrad())[BatchGrad]
+        own = [values.untyped_storage().data_ptr() for values in results.values()]
+        others = {gradient.untyped_storage().data_ptr() for gradient in seen}
+        assert seen and len(set(own)) == len(own) and others.isdisjoint(own)

@@ -123,7 +123,7 @@ def test_one_parameter_of_a_layer_norm_alone(chosen: str, device: torch.device) 
     torch.testing.assert_close(one[chosen], both[chosen], rtol=1e-12, atol=1e-12)
 
 
-CHAINS: dict[str, Callable[[nn.GroupNorm, Tensor], Tensor]] = {
+CHAINS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "of itself": lambda norm, x: norm(norm(x)),
     "in a loop": lambda norm, x: norm(norm(norm(x).exp()).tanh() + x),
     "in two branches": lambda norm, x: norm(x).sin() * norm(x.exp()),
@@ -131,10 +131,12 @@ CHAINS: dict[str, Callable[[nn.GroupNorm, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("kind", [nn.GroupNorm, nn.LayerNorm])
 @pytest.mark.parametrize("chain", CHAINS)
-def test_each_call_has_its_own_moments(chain: str, device: torch.device) -> None:
+def test_each_call_has_its_own_moments(chain: str, kind: type[nn.Module], device: torch.device) -> None:
     torch.manual_seed(0)
-    norm = nn.GroupNorm(2, 4, dtype=torch.float64, device=device)
+    sizes = (2, 4) if kind is nn.GroupNorm else (5,)
+    norm = kind(*sizes, dtype=torch.float64, device=device)
     nn.init.uniform_(norm.weight, 0.5, 2.0)
     model = gradbatch.extend(nn.ModuleList([norm]))
     for samples in (4, 3, 4, 2):  # from the third step on, what is known is remembered
