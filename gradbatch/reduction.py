@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradbatch.factors import PerSampleGrad
-from gradbatch.factors.base import full_precision
+from gradbatch.plans.operands import full_precision
 from gradbatch.quantities import Quantity
 from gradbatch.quantities.calls import prepare, reduce
 

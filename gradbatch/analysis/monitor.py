@@ -293,6 +293,8 @@ class GradientMonitor:
         squares, squares_of_sum = numbers(record.sum_of_squares), numbers(record.square_of_sum)
         self.noise.update(record.samples, squares.sum(), squares_of_sum.sum())
         for noise, parts in ((self.layers, self._layers), (self.groups, self._groups)):
+            if not parts.names:
+                continue
             noise.update(record.samples, parts.sums(squares), parts.sums(squares_of_sum))
         # All of them, whichever fails: a full disk is no reason to keep a record from the others.
         with ExitStack() as stack:

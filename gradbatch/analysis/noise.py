@@ -168,10 +168,10 @@ class NoiseScale:
         batches = torch.where(finite[..., None], torch.stack(parts, -1), 0)
         # What each batch still counts for when the last has come.
         left = self.decay ** torch.arange(len(count) - 1, -1, -1, dtype=torch.double)
-        whole, weighted = self.decay ** len(count), torch.einsum("r,r...->r...", left, batches)
+        whole, weighted = self.decay ** len(count), left.view(-1, *(1,) * (batches.dim() - 1)) * batches
         self._sums = whole * self._sums + weighted.sum(0)
-        self._products = whole**2 * self._products + torch.einsum("r...i,r...j->...ij", weighted, weighted)
-        weights = torch.einsum("rd,r...->...d", torch.stack([left, left**2], -1), finite.double())
+        self._products = whole**2 * self._products + weighted.movedim(0, -1) @ weighted.movedim(0, -2)
+        weights = finite.double().movedim(0, -1) @ torch.stack([left, left**2], -1)
         self._weights = torch.tensor([whole, whole**2], dtype=torch.double) * self._weights + weights
 
     def merge(self, other: NoiseScale) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradbatch.errors import UsageError
 from gradbatch.factors import Concat, OuterProduct, PerSampleGrad, RowScatter, Sum
-from gradbatch.factors.base import full_precision
+from gradbatch.plans.operands import full_precision
 from gradbatch.quantities import Quantity
 
 

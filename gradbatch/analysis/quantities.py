@@ -28,7 +28,7 @@ class SumL2Grad(Quantity):
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[]``."""
-        return grad.sum().square().sum()
+        return grad.squared_norm_of_sum()
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class BatchDotSum(Quantity):
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[N]``."""
-        return grad.dot(grad.sum())
+        return grad.dot_with_sum()
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from gradbatch.capture.undisturbed import readable
 from gradbatch.capture.uses import Use
 from gradbatch.errors import SlowPathWarning, UnsupportedLayer
 from gradbatch.factors import Dense, PerSampleGrad
-from gradbatch.factors.base import full_precision
 from gradbatch.plans.contractions import Planner
+from gradbatch.plans.operands import full_precision
 from gradbatch.rules import Call, Layout
 
 Take = Callable[[nn.Parameter, PerSampleGrad], None]

@@ -9,7 +9,6 @@ something different. What two structures do together stands in ``pairs.py``, for
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from gradbatch.errors import UsageError
 from gradbatch.plans.choice import RECYCLED
 from gradbatch.plans.contractions import Plan, Planner, accumulation_dtype, check_operation
 from gradbatch.plans.kernels import add_squares, squared_norms
+from gradbatch.plans.operands import full_precision
 from gradbatch.plans.slabs import spans
 
 Self = TypeVar("Self", bound="PerSampleGrad")
@@ -139,6 +139,16 @@ class PerSampleGrad(ABC):
         self._check_direction("direction", direction.shape)
         with full_precision(self.device):
             return self._dot(direction)
+
+    def dot_with_sum(self) -> Tensor:
+        """Inner product of each sample's gradient with the sum of all, ``[N]``."""
+        with full_precision(self.device):
+            return self._dot_with_sum()
+
+    def squared_norm_of_sum(self) -> Tensor:
+        """Squared Euclidean norm of the sum of all gradients, ``[]``."""
+        with full_precision(self.device):
+            return self._squared_norm_of_sum()
 
     def project(self, directions: Tensor) -> Tensor:
         """Inner products with ``directions [K, *shape]``, ``[N, K]``."""
@@ -273,6 +283,12 @@ class PerSampleGrad(ABC):
     def _dot(self, direction: Tensor) -> Tensor:
         return self._project(direction[None])[:, 0]
 
+    def _dot_with_sum(self) -> Tensor:
+        return self._dot(self._sum())
+
+    def _squared_norm_of_sum(self) -> Tensor:
+        return self._sum().square().sum()
+
     def _project(self, directions: Tensor) -> Tensor:
         dtype = accumulation_dtype(self.dtype, directions.dtype)
         out = torch.zeros(self.num_samples, len(directions), dtype=dtype, device=self.device)
@@ -327,12 +343,4 @@ class PerSampleGrad(ABC):
         return ""
 
 
-def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Leave autocast, which would compute products in half precision."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return _AS_IT_IS
-
-
-_AS_IT_IS = nullcontext()
 _DEFAULT_PLANNER = Planner()

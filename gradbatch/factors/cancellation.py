@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from gradbatch.factors.base import PerSampleGrad, full_precision
+from gradbatch.factors.base import PerSampleGrad
 from gradbatch.factors.blocks import Blocks
 from gradbatch.factors.dense import Dense
 from gradbatch.factors.outer_product import OuterProduct
@@ -21,6 +21,7 @@ from gradbatch.factors.row_scatter import RowScatter
 from gradbatch.factors.sums import Concat, Sum, sum_tensors
 from gradbatch.plans.convolutions import Patches
 from gradbatch.plans.kernels import squared_norms
+from gradbatch.plans.operands import full_precision
 
 
 def term_norms(grad: PerSampleGrad) -> Tensor | None:

@@ -108,6 +108,14 @@ class RowScatter(PerSampleGrad):
         out = values.new_zeros(self.num_samples)
         return out.index_add(0, samples, (values * direction[rows]).sum(1))
 
+    def _dot_with_sum(self) -> Tensor:
+        samples, _, values = self._entries(self.dtype)
+        table, places = self._rows_of_sum(self.dtype)
+        return values.new_zeros(self.num_samples).index_add(0, samples, (values * table[places]).sum(1))
+
+    def _squared_norm_of_sum(self) -> Tensor:
+        return self._rows_of_sum(self.dtype)[0].square().sum()
+
     def _project(self, directions: Tensor) -> Tensor:
         each = [self._dot(direction) for direction in directions]
         dtype = accumulation_dtype(self.dtype, directions.dtype)
@@ -132,6 +140,15 @@ class RowScatter(PerSampleGrad):
         keys, inverse = torch.unique(samples * height + rows, return_inverse=True)
         values = values.new_zeros(len(keys), self.shape[1]).index_add(0, inverse, values)
         return keys // height, keys % height, values
+
+    def _rows_of_sum(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Those rows of the sum over samples that occur, ``[R, D]``, and which of them each entry is in, ``[E]``.
+
+        The whole sum takes longer to fill with zeros than to add up.
+        """
+        _, rows, values = self._entries(dtype)
+        found, places = torch.unique(rows, return_inverse=True)
+        return values.new_zeros(len(found), self.shape[1]).index_add(0, places, values), places
 
 
 def inner(left: RowScatter, right: RowScatter) -> Tensor:

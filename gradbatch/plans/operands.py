@@ -1,6 +1,7 @@
 """Operands of an operation: what they are computed in, and parts of them."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -12,6 +13,7 @@ from gradbatch.plans.costs import Sizes
 from gradbatch.plans.slabs import Operand
 
 AnyOperand = TypeVar("AnyOperand", bound=Operand)
+_AS_IT_IS = nullcontext()
 
 
 def window_of(operand: Operand) -> int:
@@ -31,6 +33,13 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     for dtype in dtypes:
         widest = torch.promote_types(widest, dtype)
     return widest
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Leave autocast, which would compute products in half precision."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return _AS_IT_IS
 
 
 def sizes_of(
