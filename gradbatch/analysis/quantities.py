@@ -28,7 +28,7 @@ class SumL2Grad(Quantity):
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[]``."""
-        return grad.squared_norm_of_sum()
+        return grad.compact().sum().square().sum()
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class BatchDotSum(Quantity):
 
     def reduce(self, grad: PerSampleGrad) -> Tensor:
         """``[N]``."""
-        return grad.dot_with_sum()
+        grad = grad.compact()
+        return grad.dot(grad.sum())
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class EvidenceParts(Quantity):
         count = grad.num_samples
         if count < 2:
             return torch.tensor([torch.nan, 0], dtype=torch.double, device=grad.device)
-        mean, squares = grad.moments()
+        mean, squares = grad.compact().moments()
         variance = squares / (count - 1)
         # Of squares: those of gradients below 1e-23 are zero in float32, and a ratio of zeros would spoil the sum.
         square = mean.square()

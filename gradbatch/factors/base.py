@@ -134,21 +134,16 @@ class PerSampleGrad(ABC):
         with full_precision(self.device):
             return self._moments()
 
+    def squared_deviations(self) -> Tensor:
+        """The second of :meth:`moments` alone, ``[*shape]``."""
+        with full_precision(self.device):
+            return self._squared_deviations()
+
     def dot(self, direction: Tensor) -> Tensor:
         """Inner products with ``direction [*shape]``, ``[N]``."""
         self._check_direction("direction", direction.shape)
         with full_precision(self.device):
             return self._dot(direction)
-
-    def dot_with_sum(self) -> Tensor:
-        """Inner product of each sample's gradient with the sum of all, ``[N]``."""
-        with full_precision(self.device):
-            return self._dot_with_sum()
-
-    def squared_norm_of_sum(self) -> Tensor:
-        """Squared Euclidean norm of the sum of all gradients, ``[]``."""
-        with full_precision(self.device):
-            return self._squared_norm_of_sum()
 
     def project(self, directions: Tensor) -> Tensor:
         """Inner products with ``directions [K, *shape]``, ``[N, K]``."""
@@ -181,6 +176,14 @@ class PerSampleGrad(ABC):
         if k < 1 or self.num_samples % k:
             raise UsageError(f"{self.num_samples} samples cannot be regrouped by {k}: it has to divide them.")
         return self if k == 1 else self._regroup(k)._planned(self.planner)
+
+    def compact(self) -> "PerSampleGrad":
+        """The same gradients without elements that are zero for every sample, where the structure tells which.
+
+        The rows of an embedding's table that occur in the batch, in a table of their own; most gradients as they are.
+        Norms, dot products, and sums over elements stay what they were.
+        """
+        return self
 
     def keep(self, operations: Sequence[str], room: int) -> "tuple[PerSampleGrad, int]":
         """The same gradients for several operations, materialised now where that is faster for all of them together.
@@ -280,14 +283,11 @@ class PerSampleGrad(ABC):
         mean = self._sum() / max(1, self.num_samples)
         return mean, self._sum_of_squares(mean)
 
+    def _squared_deviations(self) -> Tensor:
+        return self._moments()[1]
+
     def _dot(self, direction: Tensor) -> Tensor:
         return self._project(direction[None])[:, 0]
-
-    def _dot_with_sum(self) -> Tensor:
-        return self._dot(self._sum())
-
-    def _squared_norm_of_sum(self) -> Tensor:
-        return self._sum().square().sum()
 
     def _project(self, directions: Tensor) -> Tensor:
         dtype = accumulation_dtype(self.dtype, directions.dtype)

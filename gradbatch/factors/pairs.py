@@ -274,7 +274,7 @@ def _scatter_outer_gram(scatter: RowScatter, outer: OuterProduct) -> Tensor:
         for first, last in spans(len(ids), room):
             products = (values[first:last] @ columns).reshape(last - first, stop - start, positions)
             products = products * left[start:stop, ids[first:last]].movedim(0, 1)
-            out[:, start:stop] = out[:, start:stop].index_add(0, owners[first:last], products.sum(2))
+            out[:, start:stop].index_add_(0, owners[first:last], products.sum(2))
     return out
 
 

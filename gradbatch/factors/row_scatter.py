@@ -51,6 +51,9 @@ class RowScatter(PerSampleGrad):
         super().__init__(shape, ids.shape[0], [values.dtype], values.device)
         self.ids, self.values = ids, values
 
+    def compact(self) -> "RowScatter":
+        return self._occurring()[1]
+
     def _dense(self) -> Tensor:
         return self._dense_into(self.values.new_empty(self.num_samples, *self.shape, dtype=self.dtype))
 
@@ -77,7 +80,7 @@ class RowScatter(PerSampleGrad):
 
     def _sum(self) -> Tensor:
         _, rows, values = self._entries(self.dtype)
-        return values.new_zeros(self.shape).index_add(0, rows, values)
+        return values.new_zeros(self.shape).index_add_(0, rows, values)
 
     def _weighted_sum(self, weights: Tensor) -> Tensor:
         dtype = accumulation_dtype(self.dtype, weights.dtype)
@@ -90,37 +93,50 @@ class RowScatter(PerSampleGrad):
     def _squared_norm(self) -> Tensor:
         samples, _, values = self.combined(self.dtype)
         out = values.new_zeros(self.num_samples)
-        return out.index_add(0, samples, values.square().sum(1))
+        return out.index_add_(0, samples, values.square().sum(1))
 
     def _sum_of_squares(self, center: Tensor | None) -> Tensor:
         dtype = self.dtype if center is None else accumulation_dtype(self.dtype, center.dtype)
         _, rows, values = self.combined(dtype)
         if center is None:
-            return values.new_zeros(self.shape).index_add(0, rows, values.square())
+            return values.new_zeros(self.shape).index_add_(0, rows, values.square())
         center = center.to(dtype)
-        out = values.new_zeros(self.shape).index_add(0, rows, (values - center[rows]).square())
+        out = values.new_zeros(self.shape).index_add_(0, rows, (values - center[rows]).square_())
         absent = self.num_samples - torch.bincount(rows, minlength=self.shape[0])[:, None]
-        return out + torch.where(absent > 0, absent * center.square(), 0)
+        return out.add_(torch.where(absent > 0, absent * center.square(), 0))
+
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        rows, occurring = self._occurring()
+        mean, squares = PerSampleGrad._moments(occurring)
+        return self._placed(rows, mean), self._placed(rows, squares)
+
+    def _squared_deviations(self) -> Tensor:
+        # Filling a large table with zeros takes longer than what is in it: the mean is not asked for.
+        rows, occurring = self._occurring()
+        return self._placed(rows, PerSampleGrad._moments(occurring)[1])
+
+    def _placed(self, rows: Tensor, values: Tensor) -> Tensor:
+        return values.new_zeros(self.shape).index_copy_(0, rows, values)
 
     def _dot(self, direction: Tensor) -> Tensor:
         dtype = accumulation_dtype(self.dtype, direction.dtype)
         samples, rows, values = self._entries(dtype)
         out = values.new_zeros(self.num_samples)
-        return out.index_add(0, samples, (values * direction[rows]).sum(1))
-
-    def _dot_with_sum(self) -> Tensor:
-        samples, _, values = self._entries(self.dtype)
-        table, places = self._rows_of_sum(self.dtype)
-        return values.new_zeros(self.num_samples).index_add(0, samples, (values * table[places]).sum(1))
-
-    def _squared_norm_of_sum(self) -> Tensor:
-        return self._rows_of_sum(self.dtype)[0].square().sum()
+        return out.index_add_(0, samples, (values * direction[rows]).sum(1))
 
     def _project(self, directions: Tensor) -> Tensor:
         each = [self._dot(direction) for direction in directions]
         dtype = accumulation_dtype(self.dtype, directions.dtype)
         nothing = torch.zeros(self.num_samples, 0, dtype=dtype, device=self.device)
         return torch.stack(each, 1) if each else nothing
+
+    def _occurring(self) -> tuple[Tensor, "RowScatter"]:
+        """Rows that some sample has, ``[R]``, and the same gradients in a table of these alone, ``[R, D]``."""
+        rows, ids = torch.unique(self.ids, return_inverse=True)
+        absent = int((rows < 0).sum())  # -1 comes first
+        rows = rows[absent:]
+        table = RowScatter(ids - absent, self.values, (len(rows), self.shape[1]))
+        return rows, table._planned(self.planner)
 
     def _entries(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Sample, row and value of every entry that has a row: ``[E]``, ``[E]``, ``[E, D]``."""
@@ -138,17 +154,8 @@ class RowScatter(PerSampleGrad):
         samples, rows, values = self._entries(dtype)
         height = max(1, self.shape[0])
         keys, inverse = torch.unique(samples * height + rows, return_inverse=True)
-        values = values.new_zeros(len(keys), self.shape[1]).index_add(0, inverse, values)
+        values = values.new_zeros(len(keys), self.shape[1]).index_add_(0, inverse, values)
         return keys // height, keys % height, values
-
-    def _rows_of_sum(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Those rows of the sum over samples that occur, ``[R, D]``, and which of them each entry is in, ``[E]``.
-
-        The whole sum takes longer to fill with zeros than to add up.
-        """
-        _, rows, values = self._entries(dtype)
-        found, places = torch.unique(rows, return_inverse=True)
-        return values.new_zeros(len(found), self.shape[1]).index_add(0, places, values), places
 
 
 def inner(left: RowScatter, right: RowScatter) -> Tensor:
@@ -162,18 +169,28 @@ def inner(left: RowScatter, right: RowScatter) -> Tensor:
     found = torch.searchsorted(keys2, keys).clamp_max(len(keys2) - 1)
     hit = (keys2[found] == keys).nonzero()[:, 0]
     products = (values[hit] * values2[found[hit]]).sum(1)
-    return out.index_add(0, samples[hit], products)
+    return out.index_add_(0, samples[hit], products)
 
 
 def gram(left: RowScatter, right: RowScatter) -> Tensor:
-    """Inner products of all pairs, ``[N, M]``: dense, but in the rows that occur only, some rows at a time."""
+    """Inner products of all pairs, ``[N, M]``: dense, but in the rows that two samples have, some rows at a time."""
     dtype = accumulation_dtype(left.dtype, right.dtype)
-    entries, entries2 = left._entries(dtype), right._entries(dtype)
-    occurring = torch.unique(torch.cat([entries[1], entries2[1]]))
-    out = entries[2].new_zeros(left.num_samples, right.num_samples)
+    entries = left.combined(dtype)
+    entries2 = entries if right is left else right.combined(dtype)
+    samples, rows, values = entries
+    out = values.new_zeros(left.num_samples, right.num_samples)
+    if right is left:
+        # Of most rows of a large table only one sample has anything, and they are in its norm alone.
+        found, places, counts = torch.unique(rows, return_inverse=True, return_counts=True)
+        alone = counts[places] == 1
+        out.diagonal().index_add_(0, samples[alone], values[alone].square().sum(1))
+        shared = found[counts > 1]
+    else:
+        found = torch.unique(rows)
+        shared = found[torch.isin(found, entries2[1])]
     row_bytes = (left.num_samples + right.num_samples) * left.shape[1] * dtype.itemsize
-    for start, stop in spans(len(occurring), left.planner.budget // max(1, row_bytes)):
-        chosen = occurring[start:stop]
+    for start, stop in spans(len(shared), left.planner.budget // max(1, row_bytes)):
+        chosen = shared[start:stop]
         table = _table(entries, chosen, left.num_samples)
         table2 = table if right is left else _table(entries2, chosen, right.num_samples)
         out += table @ table2.mT
@@ -188,5 +205,5 @@ def _table(entries: tuple[Tensor, Tensor, Tensor], chosen: Tensor, num_samples: 
     if len(chosen):
         found = torch.searchsorted(chosen, rows).clamp_max(len(chosen) - 1)
         hit = (chosen[found] == rows).nonzero()[:, 0]
-        table = table.index_add(0, samples[hit] * len(chosen) + found[hit], values[hit])
+        table.index_add_(0, samples[hit] * len(chosen) + found[hit], values[hit])
     return table.reshape(num_samples, len(chosen) * width)

@@ -48,4 +48,4 @@ class Variance(Quantity):
         degrees = grad.num_samples - self.unbiased
         if degrees <= 0:
             return torch.full(grad.shape, torch.nan, dtype=grad.dtype, device=grad.device)
-        return grad.moments()[1] / degrees
+        return grad.squared_deviations().div_(degrees)

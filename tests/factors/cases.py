@@ -279,9 +279,16 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda g, a: torch.stack(g.moments()),
         lambda x, a: torch.stack([mean_of(x), (x - mean_of(x)).square().sum(0)]).reshape(2, *SHAPE),
     ),
+    # Beside the squares, whose size says what is nothing: one sample's deviation is zero to rounding.
+    "squared_deviations": (
+        lambda g, a: torch.stack([g.sum_of_squares(), g.squared_deviations()]),
+        lambda x, a: torch.stack([x.square().sum(0), (x - mean_of(x)).square().sum(0)]).reshape(2, *SHAPE),
+    ),
     "dot": (lambda g, a: g.dot(a.center), lambda x, a: torch.einsum("nx,x->n", x, a.center.flatten())),
-    "dot_with_sum": (lambda g, a: g.dot_with_sum(), lambda x, a: torch.einsum("nx,mx->nm", x, x).sum(1)),
-    "squared_norm_of_sum": (lambda g, a: g.squared_norm_of_sum(), lambda x, a: x.sum(0).square().sum()),
+    "compact": (
+        lambda g, a: torch.stack([g.compact().squared_norm(), g.compact().dot(g.compact().sum())]),
+        lambda x, a: torch.stack([x.square().sum(1), torch.einsum("nx,mx->nm", x, x).sum(1)]),
+    ),
     "project": (
         lambda g, a: g.project(a.directions),
         lambda x, a: torch.einsum("nx,kx->nk", x, a.directions.flatten(1)),

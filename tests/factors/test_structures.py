@@ -61,7 +61,7 @@ def test_a_forced_plan_changes_no_value(structure: str, force: dict[str, str], d
     # A kernel that materialises or sums is used by all operations that do so on their way.
     used_by = {
         "dense": OPERATIONS,
-        "sum": ("sum", "weighted_sum", "weighted_sums", "sum_of_squares", "moments"),
+        "sum": ("sum", "weighted_sum", "weighted_sums", "sum_of_squares", "moments", "squared_deviations"),
     }
     relatives = {
         "weighted_sum": ("weighted_sum", "weighted_sums"),
