@@ -23,7 +23,7 @@ from gradbatch.plans.choice import (
     check_operation as check_operation,
 )
 from gradbatch.plans.costs import Sizes
-from gradbatch.plans.measured import Timings, key_of
+from gradbatch.plans.measured import Result, Timings, key_of
 from gradbatch.plans.operands import (
     accumulation_dtype as accumulation_dtype,
     promoted,
@@ -125,14 +125,14 @@ class Planner:
 
     def _evaluate(
         self,
-        run: Callable[[Plan], Tensor],
+        run: Callable[[Plan], Result],
         operation: str,
         left: Tensor,
         right: Operand,
         others: tuple[Tensor, Operand] | None = None,
         count: int = 1,
         shared: bool = False,
-    ) -> Tensor:
+    ) -> Result:
         """Run the best plan."""
         sizes, plans = self.candidates(operation, left, right, others, count, shared)
         if not self.measure or len(plans) == 1:
@@ -291,21 +291,23 @@ class Planner:
             value = value.index_copy(1, rows, again)
         return value
 
-    def moments(self, left: Tensor, right: Operand) -> Tensor:
-        """Means over samples and sums of squared differences from them, never negative, ``[2, G, P, D]``."""
+    def moments(self, left: Tensor, right: Operand) -> tuple[Tensor, Tensor]:
+        """Means over samples and sums of squared differences from them, never negative, ``[G, P, D]`` each."""
         left, right = promoted(left, right)
 
-        def run(plan: Plan) -> Tensor:
+        def run(plan: Plan) -> tuple[Tensor, Tensor]:
             if plan.name != "squares":
                 return kernels.moments(left, right, plan.tile, plan.kernel)
+            mean = self.sum(left, right).div_(max(1, len(left)))
             squares = self.sum(left.square(), slabs.columns(right).square())
-            moments = torch.stack([self.sum(left, right).div_(max(1, len(left))), squares])
-            moments[1].addcmul_(moments[0], moments[0], value=-len(left))
-            rows = (~(moments[1] >= squares.div_(_CANCELLED))).any(2).any(0).nonzero()[:, 0]
+            least = squares / _CANCELLED
+            squares.addcmul_(mean, mean, value=-len(left))
+            rows = (~(squares >= least)).any(2).any(0).nonzero()[:, 0]
             if len(rows):
                 again = self.forcing(moments="dense").moments(left[:, :, rows], right)
-                moments.index_copy_(2, rows, again)
-            return moments
+                for part, exact in zip((mean, squares), again, strict=True):
+                    part.index_copy_(1, rows, exact)
+            return mean, squares
 
         return self._evaluate(run, "moments", left, right)
 

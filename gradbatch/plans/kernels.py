@@ -90,8 +90,9 @@ def squared_norm_ghost(
     """
     samples, _, _, positions = left.shape
     if positions == 1:  # the norm of an outer product is the product of the norms, and cancels with nothing
-        squares = left.square().sum((2, 3)) * columns(right).square().sum((2, 3))
-        norms = squares.sum(1) if squares.shape[1] > 1 else squares.flatten()
+        groups = left.shape[1]
+        squares = squared_norms(left.flatten(0, 1)) * squared_norms(columns(right).flatten(0, 1))
+        norms = squares.unflatten(0, (samples, groups)).sum(1) if groups > 1 else squares
         return norms, norms
     if tile.positions < positions:
         return inner_ghost(left, right, left, right, tile), rounding(left, right, tile)
@@ -214,17 +215,16 @@ def sum_of_squares(left: Tensor, right: Operand, center: Tensor | None, tile: Ti
     return joined(out, right, method)
 
 
-def moments(left: Tensor, right: Operand, tile: Tile, method: str) -> Tensor:
-    """Means over samples and sums of squared differences from them, ``[2, G, P, D]``, in one pass.
+def moments(left: Tensor, right: Operand, tile: Tile, method: str) -> tuple[Tensor, Tensor]:
+    """Means over samples and sums of squared differences from them, ``[G, P, D]`` each, in one pass.
 
     References:
         Updating Formulae and a Pairwise Algorithm for Computing Sample Variances (Chan, Golub and LeVeque, 1979)
     """
-    both = cut(left.new_zeros(2, *shape_of(left, right)[1:]), right, method)
+    means, squares = (cut(left.new_zeros(shape_of(left, right)[1:]), right, method) for _ in range(2))
     for samples, rows, strip, block in slabs(left, right, tile, method):
-        mean, squares = both[strip][:, :, rows]
-        _add_moments(mean, squares, block, samples.start)
-    return joined(both, right, method)
+        _add_moments(means[strip][:, rows], squares[strip][:, rows], block, samples.start)
+    return joined(means, right, method), joined(squares, right, method)
 
 
 def _add_moments(mean: Tensor, squares: Tensor, block: Tensor, before: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from gradbatch.plans.choice import Plan
 from gradbatch.plans.convolutions import Patches
 from gradbatch.plans.costs import Sizes
 from gradbatch.plans.slabs import Operand
+
+Result = TypeVar("Result")
 
 # A candidate that takes this much longer than the fastest so far is not run a second time.
 _HOPELESS = 2.0
@@ -28,8 +31,8 @@ class Timings:
         self.best: dict[Hashable, tuple[Plan, float]] = {}
 
     def run(
-        self, key: Hashable, plans: Sequence[Plan], evaluate: Callable[[Plan], Tensor], device: torch.device
-    ) -> Tensor:
+        self, key: Hashable, plans: Sequence[Plan], evaluate: Callable[[Plan], Result], device: torch.device
+    ) -> Result:
         """Evaluate by the fastest plan; where it is not known yet, by all of them.
 
         Args:
@@ -41,7 +44,7 @@ class Timings:
         if key in self.best:
             return evaluate(self.best[key][0])
         least = float("inf")
-        result = None
+        result: Result | None = None
         for plan in plans:
             seconds = float("inf")
             for _ in range(3):  # the first one fetches memory and compiles

@@ -57,7 +57,7 @@ def evaluations(first: Operands, second: Operands) -> dict[str, tuple[Callable[[
             torch.stack([x.square().sum(0), (x - directions[0]).square().sum(0)]),
         ),
         "moments": (
-            lambda plan: plan.moments(*first),
+            lambda plan: torch.stack(plan.moments(*first)),
             torch.stack([mean, (x - mean).square().sum(0)]),
         ),
         "dot": (lambda plan: plan.dot(*first, directions[0]), torch.einsum("ngpd,gpd->n", x, directions[0])),
