@@ -72,6 +72,7 @@ class PrunedPass:
         self._passed: list[tuple[Node, list[Place], Evaluate]] = []
         self._collected: list[tuple[list[Place], Evaluate]] = []
         self._error: Exception | None = None
+        self._reached: set[Node] = set()
         self._is_packed = is_packed(walk)
         # The node that the engine went through last, on each of its threads.
         self._last: dict[int, Node] = {}
@@ -110,6 +111,9 @@ class PrunedPass:
                 handle.remove()
         if failure is not None:
             raise failure
+        for node, places, evaluate in self._passed:
+            if node not in self._reached:  # it leads to outputs alone that the pass does not start from
+                evaluate(dict.fromkeys(places))
         arrived = dict(zip(edges, found, strict=True))
         del found
         # From the first to the last use of each gradient, which goes then.
@@ -124,6 +128,7 @@ class PrunedPass:
         self, node: Node, places: Sequence[Place], evaluate: Evaluate
     ) -> Callable[[Sequence[Tensor | None]], None]:
         def take(gradients: Sequence[Tensor | None]) -> None:
+            self._reached.add(node)
             if self._is_packed:
                 before = self._last.get(get_ident(), node)
                 self._last[get_ident()] = node

@@ -209,3 +209,13 @@ def test_several_rows_a_loss_belong_to_one_sample() -> None:
             found = gradbatch.per_sample_grads(model, summed)["0.weight"]
             rows = [torch.autograd.grad(loss, model[0].weight, retain_graph=True)[0] for loss in summed]
             torch.testing.assert_close(found, torch.stack(rows))
+
+
+def test_outputs_whose_rows_are_no_samples_do_not_keep_a_coupling_from_being_named() -> None:
+    # Positions first, which the model was not extended for: its last states have another number of rows.
+    model = gradbatch.extend(nn.LSTM(3, 2).double())
+    for _ in range(2):
+        with pytest.raises(CoupledSamples, match="LSTM"), gradbatch.compute(
+            model, gradbatch.BatchGrad(), loss_reduction="sum"
+        ):
+            model(draw(2, 4, 3))
