@@ -209,7 +209,7 @@ def entry_of(line: bytes, path: Path) -> Run | Record | None:
         entry = json.loads(line)
         if entry["record"] == "step":
             record = _made(Record, entry)
-            return record if record and len(record.quantiles) == len(LEVELS) else None
+            return record if record and _is_whole(record) else None
         if entry["record"] != "run":
             return None
         if entry["format"] > FORMAT:
@@ -221,6 +221,11 @@ def entry_of(line: bytes, path: Path) -> Run | Record | None:
         return run if known else None
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
+
+
+def _is_whole(record: Record) -> bool:
+    cosines = record.cosines or []
+    return len(record.quantiles) == len(LEVELS) and all(len(row) == len(cosines) for row in cosines)
 
 
 Kind = TypeVar("Kind", Run, Record)
@@ -237,9 +242,11 @@ def _check(hint: Any) -> Callable[[Any], bool]:
     inner = get_args(hint)
     if hint in SCALARS or (isinstance(hint, UnionType) and all(one in SCALARS for one in inner)):
         types = {scalar for one in inner or (hint,) for scalar in SCALARS[one]}
-        # Python reads NaN and 1e999 too, which no writer of ours writes and no picture can show.
+        # Python reads NaN, 1e999 and whole numbers of any size too, which no writer of ours writes and no tensor holds.
         return lambda value: (
-            type(value) in types and (type(value) not in (int, float) or math.isfinite(value))
+            type(value) in types
+            and (type(value) not in (int, float) or math.isfinite(value))
+            and (type(value) is not int or float in types or -(2**63) <= value < 2**63)
         )
     checks = [_check(one) for one in inner]
     if isinstance(hint, UnionType):

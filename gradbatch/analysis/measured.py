@@ -13,6 +13,7 @@ from torch import Tensor
 from gradbatch.analysis.agreement import cosines
 from gradbatch.analysis.ids import ids_of
 from gradbatch.analysis.log import Record
+from gradbatch.analysis.noise import not_negative
 from gradbatch.analysis.norms import norm_histogram, norm_quantiles
 from gradbatch.analysis.quantities import BatchDotSum, EvidenceParts, FirstGram, SumL2Grad
 from gradbatch.errors import UsageError
@@ -63,7 +64,7 @@ def record_of(
     norms, count, dots = squares.sum(0).sqrt(), squares.shape[1], None
     if "tests" in statistics:
         products = _stacked(results, BatchDotSum()) / scale / scale  # [P, N]
-        squares_of_sum = products.sum(1).clamp_min(0)
+        squares_of_sum = not_negative(products.sum(1))
         dots = float(products.sum(0).square().sum())
     else:
         squares_of_sum = _stacked(results, SumL2Grad()) / scale / scale

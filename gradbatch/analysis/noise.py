@@ -36,8 +36,8 @@ def total_variance(count: int, sum_of_squares: Tensor, square_of_sum: Tensor) ->
     Returns: of the same shape, float64; in squared units of a gradient. Divide by a batch size for the noise of the
     mean over such a batch.
 
-    Edge cases: never negative; NaN for fewer than two samples, of which nothing can be said; non-finite where a
-    gradient was.
+    Edge cases: never negative; NaN for fewer than two samples, of which nothing can be said; NaN where a
+    sum is not finite.
 
     Example:
         >>> import torch
@@ -48,7 +48,7 @@ def total_variance(count: int, sum_of_squares: Tensor, square_of_sum: Tensor) ->
     """
     if count < 2:
         return torch.full_like(sum_of_squares, math.nan, dtype=torch.double)
-    return (sum_of_squares.double() - square_of_sum.double() / count).clamp_min(0) / (count - 1)
+    return not_negative(sum_of_squares.double() - square_of_sum.double() / count) / (count - 1)
 
 
 def squared_gradient(count: int, sum_of_squares: Tensor, square_of_sum: Tensor) -> Tensor:
@@ -79,6 +79,11 @@ def squared_gradient(count: int, sum_of_squares: Tensor, square_of_sum: Tensor) 
     if count < 2:
         return torch.full_like(sum_of_squares, math.nan, dtype=torch.double)
     return (square_of_sum.double() - sum_of_squares.double()) / (count * (count - 1))
+
+
+def not_negative(sums: Tensor) -> Tensor:
+    """Sums that rounding alone takes below zero; what overflowed on the way is NaN rather than zero."""
+    return sums.clamp_min(0).where(sums.isfinite(), math.nan)
 
 
 class NoiseScale:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,3 +159,15 @@ def test_a_spreadsheet_has_the_numbers_of_the_whole_model(tmp_path: Path) -> Non
         "5,1.5,4,0,0.25,1.0,8.0,3.5",
         "6,1.5,4,0,,1.0,,3.5",
     ]
+
+
+@pytest.mark.parametrize(
+    "odd", [{"samples": 10**19}, {"cosines": [[1.0, 0.5], [0.5]]}, {"cosines": [[1.0, 0.5]]}]
+)
+def test_a_line_that_no_writer_makes_is_left_out(tmp_path: Path, odd: dict[str, Any]) -> None:
+    path = written(tmp_path / "run.jsonl", range(3))
+    lines = path.read_text().splitlines()
+    lines[2] = json.dumps({**json.loads(lines[2]), **odd})
+    path.write_text("\n".join(lines))
+    log = read_log(path)
+    assert [entry.step for entry in log.records] == [0, 2] and log.broken == [f"{path}:3"]

@@ -10,7 +10,14 @@ from torch.nn import functional as F
 
 import gradbatch
 from gradbatch import BatchL2Grad, UsageError
-from gradbatch.analysis import BatchDotSum, NoiseScale, SumL2Grad, squared_gradient, total_variance
+from gradbatch.analysis import (
+    BatchDotSum,
+    GradientMonitor,
+    NoiseScale,
+    SumL2Grad,
+    squared_gradient,
+    total_variance,
+)
 from gradbatch.analysis.intervals import student_quantile
 
 
@@ -56,6 +63,20 @@ def test_both_parts_are_unbiased_although_many_squared_gradients_are_negative() 
         assert abs(float(estimates.mean() - truth)) < 3.5 * float(error)
         assert float(error) < float(truth) / 2, "batches enough to tell"
     assert float((squared_gradient(count, squares, square) < 0).double().mean()) > 0.3
+
+
+def test_sums_beyond_what_the_dtype_holds_are_not_taken_for_zero() -> None:
+    assert total_variance(21, torch.tensor(1e38), torch.tensor(math.inf)).isnan()
+    # Each squared norm is in float32's range, one of the dot products with the sum is below it.
+    gradients = torch.tensor([-4 / 3, *[1.0] * 20]) * 4e18
+    assert (gradients * gradients.sum()).double().sum() == -math.inf
+    model = nn.Linear(1, 1, bias=False)
+    monitor = GradientMonitor(model, every=1)
+    step = monitor.backward(model(gradients[:, None])[:, 0], 0, reduction="sum")
+    assert step.record is not None
+    assert step.record.sum_of_squares == pytest.approx([float(gradients.double().square().sum())])
+    assert step.record.square_of_sum == pytest.approx([math.nan], nan_ok=True)
+    assert monitor.noise.batches() == 0
 
 
 def test_a_ratio_of_averages_finds_the_truth_where_averaged_ratios_do_not() -> None:

@@ -215,7 +215,8 @@ def test_outputs_whose_rows_are_no_samples_do_not_keep_a_coupling_from_being_nam
     # Positions first, which the model was not extended for: its last states have another number of rows.
     model = gradbatch.extend(nn.LSTM(3, 2).double())
     for _ in range(2):
-        with pytest.raises(CoupledSamples, match="LSTM"), gradbatch.compute(
-            model, gradbatch.BatchGrad(), loss_reduction="sum"
+        with (
+            pytest.raises(CoupledSamples, match="LSTM"),
+            gradbatch.compute(model, gradbatch.BatchGrad(), loss_reduction="sum"),
         ):
             model(draw(2, 4, 3))
