@@ -91,9 +91,8 @@ class RowScatter(PerSampleGrad):
         return out
 
     def _squared_norm(self) -> Tensor:
-        samples, _, values = self.combined(self.dtype)
-        out = values.new_zeros(self.num_samples)
-        return out.index_add_(0, samples, values.square().sum(1))
+        entries = self.combined(self.dtype)
+        return _sums(entries, self.num_samples, entries[2])
 
     def _sum_of_squares(self, center: Tensor | None) -> Tensor:
         dtype = self.dtype if center is None else accumulation_dtype(self.dtype, center.dtype)
@@ -177,24 +176,26 @@ def gram(left: RowScatter, right: RowScatter) -> Tensor:
     dtype = accumulation_dtype(left.dtype, right.dtype)
     entries = left.combined(dtype)
     entries2 = entries if right is left else right.combined(dtype)
-    samples, rows, values = entries
-    out = values.new_zeros(left.num_samples, right.num_samples)
-    if right is left:
-        # Of most rows of a large table only one sample has anything, and they are in its norm alone.
-        found, places, counts = torch.unique(rows, return_inverse=True, return_counts=True)
-        alone = counts[places] == 1
-        out.diagonal().index_add_(0, samples[alone], values[alone].square().sum(1))
-        shared = found[counts > 1]
-    else:
-        found = torch.unique(rows)
-        shared = found[torch.isin(found, entries2[1])]
+    # Of most rows of a large table only one sample has anything.
+    found, counts = torch.unique(entries[1], return_counts=True)
+    shared = found[counts > 1] if right is left else found[torch.isin(found, entries2[1])]
+    # Zeros, but where a sample is not finite, which multiplied with zeros is not finite either.
+    out = _sums(entries, left.num_samples, 0)[:, None] + _sums(entries2, right.num_samples, 0)
     row_bytes = (left.num_samples + right.num_samples) * left.shape[1] * dtype.itemsize
     for start, stop in spans(len(shared), left.planner.budget // max(1, row_bytes)):
         chosen = shared[start:stop]
         table = _table(entries, chosen, left.num_samples)
         table2 = table if right is left else _table(entries2, chosen, right.num_samples)
         out += table @ table2.mT
+    if right is left:
+        out.diagonal().copy_(_sums(entries, left.num_samples, entries[2]))
     return out
+
+
+def _sums(entries: tuple[Tensor, Tensor, Tensor], num_samples: int, factor: Tensor | int) -> Tensor:
+    """Sum of each sample's values times a factor, ``[N]``."""
+    samples, _, values = entries
+    return values.new_zeros(num_samples).index_add_(0, samples, (values * factor).sum(1))
 
 
 def _table(entries: tuple[Tensor, Tensor, Tensor], chosen: Tensor, num_samples: int) -> Tensor:
