@@ -90,9 +90,8 @@ def squared_norm_ghost(
     """
     samples, _, _, positions = left.shape
     if positions == 1:  # the norm of an outer product is the product of the norms, and cancels with nothing
-        groups = left.shape[1]
-        squares = squared_norms(left.flatten(0, 1)) * squared_norms(columns(right).flatten(0, 1))
-        norms = squares.unflatten(0, (samples, groups)).sum(1) if groups > 1 else squares
+        squares = left.square().sum((2, 3)) * columns(right).square().sum((2, 3))
+        norms = squares.sum(1) if squares.shape[1] > 1 else squares.flatten()
         return norms, norms
     if tile.positions < positions:
         return inner_ghost(left, right, left, right, tile), rounding(left, right, tile)
