@@ -7,9 +7,10 @@ the user's backward and with ``monitor.backward``; log included. Contestants run
 import argparse
 import copy
 import inspect
+import itertools
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -29,12 +30,18 @@ def contestants(plain: nn.Module, batch: Batch, directory: Path) -> dict[str, Ca
         model = copy.deepcopy(plain)
         monitor = GradientMonitor(model, directory / f"{preset}.jsonl", every=1, preset=preset)
 
-        def around(model: nn.Module = model, monitor: GradientMonitor = monitor) -> None:
-            with monitor.step(0):
+        numbers = itertools.count()
+
+        def around(
+            model: nn.Module = model, monitor: GradientMonitor = monitor, numbers: Iterator[int] = numbers
+        ) -> None:
+            with monitor.step(next(numbers)):
                 batch.losses(model).mean().backward()
 
-        def losses(model: nn.Module = model, monitor: GradientMonitor = monitor) -> None:
-            monitor.backward(batch.losses(model), 0)
+        def losses(
+            model: nn.Module = model, monitor: GradientMonitor = monitor, numbers: Iterator[int] = numbers
+        ) -> None:
+            monitor.backward(batch.losses(model), next(numbers))
 
         steps |= {f"{preset}, step": around, f"{preset}, backward": losses}
     for step in steps.values():

@@ -11,6 +11,7 @@ from gradbatch.analysis.ids import ids_of
 from gradbatch.api import backward
 from gradbatch.errors import UsageError
 from gradbatch.quantities import BatchDotGrad
+from gradbatch.requests import check_losses
 
 
 class SampleScores:
@@ -139,5 +140,7 @@ def influence(model: nn.Module, losses: Tensor, others: Tensor) -> Tensor:
         tensor([[3.],
                 [2.]])
     """
+    check_losses(losses)
+    check_losses(others)
     gram = backward(model, torch.cat([losses, others]), BatchDotGrad())[BatchDotGrad].total()
     return gram[: len(losses), len(losses) :]

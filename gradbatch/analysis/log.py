@@ -125,7 +125,7 @@ def read_log(*paths: str | os.PathLike[str]) -> Log:
 
     Raises:
         UsageError: there is no path or no such file, one is given twice, none has its first line, the files are of
-            different models, or a file has the format of a later version.
+            different models or have different presets or groups, or a file has the format of a later version.
 
     Edge cases: lines that are cut off are left out and listed. Where a file was continued by a process that went back
     to an earlier step, only what that one measured counts from this step on. Of several records of one step in one file
@@ -137,12 +137,14 @@ def read_log(*paths: str | os.PathLike[str]) -> Log:
     if len({Path(path).resolve() for path in paths}) < len(paths):
         raise UsageError(f"{names}: a log is given twice, and each of its batches would count for two")
     runs: list[Run] = []
+    last: list[Run] = []
     ranks: list[list[Record]] = []
     broken: list[str] = []
     replaced = 0
     for path in paths:
         entries = _entries(Path(path))
-        runs += [entry for entry in entries if isinstance(entry, Run)]
+        own = [entry for entry in entries if isinstance(entry, Run)]
+        runs, last = runs + own, last + own[-1:]
         broken += [f"{path}:{number}" for number, entry in enumerate(entries, 1) if entry is None]
         ranks.append(_in_force(entries))
         replaced += sum(isinstance(entry, Record) for entry in entries) - len(ranks[-1])
@@ -151,6 +153,11 @@ def read_log(*paths: str | os.PathLike[str]) -> Log:
     for run in runs:
         if run.parameters != runs[0].parameters:
             raise UsageError(f"{names}: logs of different models, or parts of one")
+    # A continued log may have changed its preset or groups; the ranks of a run have not, at its end.
+    if any((run.preset, run.groups) != (last[0].preset, last[0].groups) for run in last):
+        raise UsageError(
+            f"{names}: presets or groups differ, so these are no ranks of one run; read each by itself"
+        )
     for record in (record for rank in ranks for record in rank):
         _check_sizes(record, len(runs[-1].parameters))
     return Log(runs[-1], ranks, broken, replaced)

@@ -20,7 +20,7 @@ from gradbatch.analysis.parts import named_groups, numbers, partition
 from gradbatch.analysis.writers import writers_of
 from gradbatch.api import backward, compute, extend
 from gradbatch.capture.hooks import recorder_of
-from gradbatch.errors import UsageError
+from gradbatch.errors import CoupledSamples, GradBatchError, UsageError
 from gradbatch.quantities import BatchL2Grad
 from gradbatch.requests import allows_coupling, check_losses
 from gradbatch.results import Results
@@ -120,8 +120,6 @@ class GradientMonitor:
         if preset not in PRESETS:
             raise UsageError(f"preset is {preset!r}; there are {', '.join(map(repr, PRESETS))}")
         self._cadences = cadences(every, PRESETS[preset], USUAL)
-        if not isinstance(model, nn.Module) or all(recorder_of(module) is None for module in model.modules()):
-            extend(model)
         self._model = model
         self._options: dict[str, Any] = {
             "parameters": parameters
@@ -129,7 +127,10 @@ class GradientMonitor:
             else list(parameters),
             "samples_coupled": samples_coupled,
         }
-        selection = select(model, self._options["parameters"], allows_coupling(samples_coupled))
+        with _explained():
+            if not isinstance(model, nn.Module) or all(recorder_of(m) is None for m in model.modules()):
+                extend(model)
+            selection = select(model, self._options["parameters"], allows_coupling(samples_coupled))
         self._run = Run(
             {name: parameter.numel() for parameter, name in selection.names.parameters.items()},
             preset,
@@ -140,6 +141,7 @@ class GradientMonitor:
         self.noise = NoiseScale((), decay)
         self.layers = NoiseScale((len(self.layer_names),), decay)
         self.groups = NoiseScale((len(self.group_names),), decay)
+        self._last: int | None = None
         self._writers = [] if log is None else writers_of(log)
         try:
             for writer in self._writers:
@@ -174,17 +176,15 @@ class GradientMonitor:
         Yields: a :class:`MonitoredStep`.
 
         Raises:
-            GradBatchError: as :func:`gradbatch.compute`; the ids are not ``[N]``, the scale is not positive, a
-                parameter was frozen or unfrozen since the monitor was made.
+            GradBatchError: as :func:`gradbatch.compute`; the ids are not ``[N]``, the scale is not positive, the step
+                was measured just before, a parameter was frozen or unfrozen since the monitor was made.
         """
-        due = self._due(step)
-        monitored = MonitoredStep(_whole(step), bool(due), loss_scale=loss_scale, ids=ids)
+        due, monitored = self._begun(step, loss_scale, ids)
         if not due:
             yield monitored
             return
-        with compute(
-            self._model, *quantities(due), loss_reduction=loss_reduction, **self._options
-        ) as results:
+        options = {"loss_reduction": loss_reduction, **self._options}
+        with _explained(), compute(self._model, *quantities(due), **options) as results:
             yield monitored
         self._take(monitored, due, results)
 
@@ -209,16 +209,17 @@ class GradientMonitor:
         Raises:
             GradBatchError: as :func:`gradbatch.backward`, and as :meth:`step`.
         """
-        due = self._due(step)
-        monitored = MonitoredStep(_whole(step), bool(due), loss_scale=loss_scale, ids=ids)
+        due, monitored = self._begun(step, loss_scale, ids)
         # Also of steps that are not measured: a mistake shows in the first one, and not after so many.
-        check_losses(losses)
+        with _explained():
+            check_losses(losses)
         if reduction not in ("mean", "sum"):
             raise UsageError(f'reduction is {reduction!r}; it is "mean" or "sum"')
         if not due:
             (losses.sum() if reduction == "sum" else losses.sum() / max(len(losses), 1)).backward()
             return monitored
-        results = backward(self._model, losses, *quantities(due), reduction=reduction, **self._options)
+        with _explained():
+            results = backward(self._model, losses, *quantities(due), reduction=reduction, **self._options)
         monitored.loss = losses.detach().double().mean() / loss_scale
         self._take(monitored, due, results)
         return monitored
@@ -241,6 +242,8 @@ class GradientMonitor:
         Raises:
             UsageError: it is of other layers, parameters or groups.
         """
+        if not isinstance(state, Mapping):
+            raise UsageError(f"the state is {state!r}; expected what state_dict() returns")
         if missing := self.state_dict().keys() - state.keys():
             raise UsageError(f"this is no state of a monitor: {', '.join(sorted(missing))} is not in it")
         if state["names"] != self.layer_names:
@@ -252,6 +255,7 @@ class GradientMonitor:
         for what, own in (("parameters", self._run.parameters), ("members", self._run.groups)):
             if state[what] != own:
                 raise UsageError(f"the state is of other {what}: {state[what]}; this monitor has {own}")
+        self._last = None  # a run may go back to a step
         self.noise.load_state_dict(state["noise"])
         self.groups.load_state_dict(state["groups"])
         self.layers.load_state_dict(state["layers"])
@@ -272,6 +276,17 @@ class GradientMonitor:
         number = _whole(step)
         return [name for name, cadence in self._cadences.items() if comes_to(cadence, number)]
 
+    def _begun(
+        self, step: int, loss_scale: float, ids: Tensor | Sequence[int] | None
+    ) -> tuple[list[str], MonitoredStep]:
+        due, number = self._due(step), _whole(step)
+        if due and number == self._last:
+            raise UsageError(
+                f"step {number} was measured just now, and of two records of a step one counts: put all micro-batches "
+                "of a step into one with block, and count steps through the whole run"
+            )
+        return due, MonitoredStep(number, bool(due), loss_scale=loss_scale, ids=ids)
+
     def _take(self, step: MonitoredStep, due: Sequence[str], results: Results) -> None:
         scale = _number(step.loss_scale, "loss_scale", "what the loss was multiplied with")
         if not 0 < scale < math.inf:
@@ -290,6 +305,7 @@ class GradientMonitor:
         if step.averaged:
             scale /= max(1, len(results[BatchL2Grad][found[0]]))
         record = step.record = record_of(results, due, step.step, loss, scale, step.ids)
+        self._last = step.step
         squares, squares_of_sum = numbers(record.sum_of_squares), numbers(record.square_of_sum)
         self.noise.update(record.samples, squares.sum(), squares_of_sum.sum())
         for noise, parts in ((self.layers, self._layers), (self.groups, self._groups)):
@@ -302,6 +318,20 @@ class GradientMonitor:
                 stack.callback(writer.write, record)
 
 
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say whose errors they are: the user called neither of the functions that they speak of."""
+    try:
+        yield
+    except GradBatchError as error:
+        allow = (
+            '. Or make the monitor with samples_coupled="allow"' if isinstance(error, CoupledSamples) else ""
+        )
+        raise type(error)(
+            f"GradientMonitor (step measures with gradbatch.compute, backward with gradbatch.backward): {error}{allow}"
+        ) from error
+
+
 def _number(value: object, name: str, what: str) -> float:
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)  # type: ignore[arg-type]
@@ -312,6 +342,9 @@ def _number(value: object, name: str, what: str) -> float:
 
 def _whole(step: int) -> int:
     try:
-        return int(index(step))
+        number = int(index(step))
     except TypeError as error:
         raise UsageError(f"step is {step!r}; it is a whole number") from error
+    if number < 0:
+        raise UsageError(f"step is {number}; steps are counted from 0")
+    return number

@@ -15,7 +15,13 @@ from gradbatch.analysis.intervals import FEWEST, mean_interval
 from gradbatch.analysis.log import Log, Record
 from gradbatch.analysis.norms import LEVELS
 from gradbatch.analysis.parts import batch_size, part_noise, step_sizes
-from gradbatch.analysis.summary import MOST_WINDOWS, evidence as evidence_of, whole_noise, windows
+from gradbatch.analysis.summary import (
+    LEAST_RECORDS,
+    MOST_WINDOWS,
+    evidence as evidence_of,
+    whole_noise,
+    windows,
+)
 from gradbatch.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,14 +68,10 @@ def noise_scale(log: Log) -> Figure:
     bottom, top = min(marks) / 4, max(marks) * 4
     if resolved:
         steps, values, lows, highs = zip(*resolved, strict=True)
-        axes.fill_between(
-            steps,
-            [max(low, bottom) for low in lows],
-            [min(high, top) for high in highs],
-            color=BLUE,
-            alpha=0.18,
-            linewidth=0,
-        )
+        band = [max(low, bottom) for low in lows], [min(high, top) for high in highs]
+        axes.fill_between(steps, *band, color=BLUE, alpha=0.18, linewidth=0)
+        if len(steps) == 1:  # of which a band has no width
+            axes.vlines(steps, *band, color=BLUE, alpha=0.4)
         axes.plot(steps, values, color=BLUE, marker="o", markersize=3.5, label="noise scale")
     if unresolved:
         steps, lows = zip(*unresolved, strict=True)
@@ -119,6 +121,29 @@ def gradient_norms(log: Log) -> Figure:
     return figure
 
 
+def loss(log: Log) -> Figure:
+    """The batch's mean loss against the step.
+
+    Args:
+        log: of a monitor that was told the losses.
+
+    Raises:
+        UsageError: matplotlib is not installed, or no record has a loss that is finite.
+
+    Edge cases: of more records than there is room for, the median of some together. Each rank's is its own share's.
+    """
+    known = [(record.step, record.loss) for record in _records(log) if record.loss is not None]
+    if not known:
+        raise UsageError("no record has a loss; set step.loss in the monitor's with block")
+    figure, axes = _figure("step", "loss")
+    parts = _thinned(known)
+    steps = [part[len(part) // 2][0] for part in parts]
+    axes.plot(
+        steps, [statistics.median(value for _, value in part) for part in parts], color=BLUE, linewidth=1.2
+    )
+    return figure
+
+
 def norm_histogram(log: Log) -> Figure:
     """Histogram of the norms of samples' gradients, over time: how many of the samples have which norm.
 
@@ -130,7 +155,7 @@ def norm_histogram(log: Log) -> Figure:
 
     Edge cases: norms that are zero or not finite are left out.
     """
-    stretches, columns = _stretches(log), []
+    stretches, columns = _stretches(log, 1), []
     for stretch in stretches:
         counts: defaultdict[int, int] = defaultdict(int)
         for record in stretch:
@@ -167,7 +192,7 @@ def agreement(log: Log) -> Figure:
 
     Edge cases: a gradient that is zero or not finite has a white row and column.
     """
-    found = [record for record in log.records if record.cosines]
+    found = [record for record in _records(log) if record.cosines]
     if not found:
         raise UsageError('no record has the angles between gradients; measure them with preset="full"')
     rows = [[math.nan if value is None else value for value in row] for row in found[-1].cosines or []]
@@ -191,7 +216,7 @@ def evidence(log: Log) -> Figure:
 
     Edge cases: no interval where a mean is over fewer than four batches.
     """
-    known = [(record.step, value) for record in log.records if (value := evidence_of(record)) is not None]
+    known = [(record.step, value) for record in _records(log) if (value := evidence_of(record)) is not None]
     if not known:
         raise UsageError('no record has evidence for stopping; measure it with preset="full"')
     figure, axes = _figure("step", "evidence")
@@ -239,7 +264,10 @@ def layer_signal(log: Log) -> Figure:
 
 
 def hardest_samples(log: Log) -> Figure:
-    """Samples whose gradients were among the largest of their batch most often, and their mean norm when they were.
+    """Samples with the largest gradients: the sum of their norms over the batches that they were among the largest of.
+
+    How often that was is written behind each bar. For all samples and not eight of each batch,
+    :class:`~gradbatch.analysis.SampleScores`.
 
     Args:
         log: of a monitor that was given the samples' ids.
@@ -248,7 +276,7 @@ def hardest_samples(log: Log) -> Figure:
         UsageError: matplotlib is not installed, or no record has ids, or none has a norm that is finite.
     """
     norms: defaultdict[int, list[float]] = defaultdict(list)
-    for record in log.records:
+    for record in _records(log):
         for sample, norm in record.hardest or ():
             if norm is not None:
                 norms[sample].append(norm)
@@ -256,21 +284,26 @@ def hardest_samples(log: Log) -> Figure:
         raise UsageError(
             "no record says which samples have the largest gradients; give the monitor their ids="
         )
-    order = sorted(norms, key=lambda sample: (-len(norms[sample]), -sum(norms[sample]), sample))[
-        :MOST_SAMPLES
-    ]
-    figure, axes = _figure("mean gradient norm", "sample")
-    means = [sum(norms[sample]) / len(norms[sample]) for sample in order]
-    bars = axes.barh(range(len(order)), means, color=BLUE, alpha=0.8)
+    order = sorted(norms, key=lambda sample: (-sum(norms[sample]), sample))[:MOST_SAMPLES]
+    figure, axes = _figure("sum of gradient norms", "sample")
+    sums = [sum(norms[sample]) for sample in order]
+    bars = axes.barh(range(len(order)), sums, color=BLUE, alpha=0.8)
     axes.bar_label(bars, [f"{len(norms[sample])}×" for sample in order], padding=3, color=GREY, fontsize=9)
     axes.set_yticks(range(len(order)), [str(sample) for sample in order])
-    axes.set_xlim(0, 1.15 * max(means) or 1)
+    axes.set_xlim(0, 1.15 * max(sums) or 1)
     axes.invert_yaxis()
     return figure
 
 
-def _stretches(log: Log) -> list[list[Record]]:
-    stretches = windows(log)
+def _records(log: Log) -> list[Record]:
+    if not isinstance(log, Log):
+        raise UsageError(f"a picture is of a log, not of a {type(log).__name__}: plots.loss(read_log(path))")
+    return log.records
+
+
+def _stretches(log: Log, least: int = LEAST_RECORDS) -> list[list[Record]]:
+    _records(log)
+    stretches = windows(log, least)
     if not stretches:
         raise UsageError("the log has no record of two samples or more: there is nothing to draw")
     return stretches

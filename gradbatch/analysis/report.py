@@ -87,7 +87,8 @@ def render(log: Log, source: str) -> str:
         UsageError: the log has less, or matplotlib is not installed.
     """
     figures, records = _pictures(log), log.records
-    steps = f"steps {records[0].step} to {records[-1].step}"
+    first, last = records[0].step, records[-1].step
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
     ranks = f" of {len(log.ranks)} ranks" if len(log.ranks) > 1 else ""
     about = (
         f"{source}: {_count(len(step_sizes(log)), 'measured step')}{ranks}, {steps}, "
@@ -101,10 +102,10 @@ def render(log: Log, source: str) -> str:
             page.words("In words", summary(log)),
             page.warned(warnings(log)),
             page.pictures(figures),
-            page.table(f"Layers at the end ({_where(log)})", ("layer", *COLUMNS), _rows(log, "layer")),
-            page.table("Groups at the end", ("group", *COLUMNS), _rows(log, "group")),
+            page.table(f"Layers ({_where(log)})", ("layer", *COLUMNS), _rows(log, "layer")),
+            page.table("Groups, in these steps", ("group", *COLUMNS), _rows(log, "group")),
             page.table(
-                "Parameters at the end", ("parameter", *COLUMNS), _rows(log, "parameter"), folded=True
+                "Parameters, in these steps", ("parameter", *COLUMNS), _rows(log, "parameter"), folded=True
             ),
             page.table("Batch sizes by other rules", TEST_COLUMNS, _test_rows(log)),
             page.words("How to read this", READING),
@@ -133,7 +134,7 @@ def _pictures(log: Log) -> list[tuple[str, Figure]]:
         caption = "Histogram of the norms over time: the share of the samples with each norm."
         figures.append((caption, plots.norm_histogram(log)))
     if any(norm is not None for record in records for _, norm in record.hardest or ()):
-        caption = "Samples that were most often among the largest of their batch (how often), by id."
+        caption = "Samples with the largest gradients, by id: how often among the largest of their batch."
         figures.append((caption, plots.hardest_samples(log)))
     if any(evidence(record) is not None for record in records):
         caption = (
@@ -141,6 +142,8 @@ def _pictures(log: Log) -> list[tuple[str, Figure]]:
             "training may stop."
         )
         figures.append((caption, plots.evidence(log)))
+    if any(record.loss is not None for record in records):
+        figures.append(("The mean loss of a batch.", plots.loss(log)))
     with_cosines = [record for record in records if record.cosines]
     if with_cosines:
         caption = (
@@ -171,16 +174,16 @@ def summary(log: Log) -> list[str]:
     if math.isnan(value):
         unknown = math.isnan(noise.variance())
         why = "no batch had two samples and finite gradients" if unknown else "all gradients are zero"
-        return [f"At the end of the run ({_where(log)}) {why}: there is nothing to say about noise."]
+        return [f"{_when(log)} {why}: there is nothing to say about noise."]
     if math.isinf(value):
         first = (
-            f"At the end of the run ({_where(log)}) the gradient does not stand out of its noise: the noise scale "
+            f"{_when(log)} the gradient does not stand out of its noise: the noise scale "
             f"cannot be told from infinity; the lower end of its 95% interval is {_bounded(low)} samples. Measure more "
             "steps, or take it that larger batches than these would pay."
         )
     else:
         first = (
-            f"At the end of the run ({_where(log)}) the noise scale is {_rounded(value)} samples (95% interval "
+            f"{_when(log)} the noise scale is {_rounded(value)} samples (95% interval "
             f"{_bounded(low)} to {_bounded(high)}). {_advice(value, low, high)} Below it, a batch twice as large saves "
             f"nearly half of the steps; above, it mostly costs samples. The run used {_rounded(batch)} a step: by that "
             f"model, each step makes {batch / (batch + value):.0%} of the progress of a step without noise, and each "
@@ -202,12 +205,12 @@ def summary(log: Log) -> list[str]:
 def _advice(value: float, low: float, high: float) -> str:
     if value < 1:
         return "Suggested batch size: 1, since the gradients of different samples hardly differ."
+    if low == 0 and math.isinf(high):
+        return "No batch size is suggested: so few measured steps do not bound it. Measure twenty or more."
+    size = f"Suggested batch size: {value:,.0f}"
     if math.isinf(high):
-        return (
-            f"Suggested batch size: {_rounded(value)}, or at least {_rounded(max(low, 1))}: the measured steps do not "
-            "bound it from above."
-        )
-    return f"Suggested batch size: {_rounded(value)}, give or take that interval."
+        return f"{size}, or at least {max(low, 1):,.0f}: the measured steps do not bound it from above."
+    return f"{size}, give or take that interval."
 
 
 def _cards(log: Log) -> list[tuple[str, str]]:
@@ -216,7 +219,7 @@ def _cards(log: Log) -> list[tuple[str, str]]:
     median = log.records[-1].quantiles[3]
     bad = sum(record.non_finite for record in log.records)
     return [
-        (_estimate(noise), f"noise scale at the end, in samples ({_bounded(low)} to {_bounded(high)})"),
+        (_estimate(noise), f"noise scale, in samples ({_bounded(low)} to {_bounded(high)})"),
         (_rounded(batch_size(log, recent(log))), "samples a step, on average"),
         ("–" if median is None else f"{median:.3g}", "median norm of a sample's gradient, last record"),
         (f"{bad:,}", "gradients that are not finite"),
@@ -257,6 +260,13 @@ def _test_rows(log: Log) -> list[list[str]]:
 def _where(log: Log) -> str:
     records = recent(log)
     return f"steps {records[0].step} to {records[-1].step}, {_count(len(records), 'record')}"
+
+
+def _when(log: Log) -> str:
+    """What the numbers are of: the end of the run, unless that is most of what was measured."""
+    if len(recent(log)) <= len(log.records) / 2:
+        return f"At the end of the run ({_where(log)})"
+    return f"Over {_where(log)}, most of the run (measure more often to see its end alone),"
 
 
 def _estimate(noise: NoiseScale) -> str:

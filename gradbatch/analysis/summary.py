@@ -16,7 +16,9 @@ from gradbatch.analysis.noise import NoiseScale
 from gradbatch.analysis.norms import norm_quantiles
 from gradbatch.analysis.parts import partition, rms_norms, stacked, step_sizes
 
-MOST_WINDOWS, LEAST_RECORDS = 16, 20
+MOST_WINDOWS = 16
+# Records to average over: as many as a noise scale wants, and as few as say anything where the run has no more.
+ENOUGH_RECORDS, LEAST_RECORDS = 20, 8
 EXPLODED = 100.0  # times its usual norm
 
 
@@ -43,10 +45,18 @@ def evidence(record: Record) -> float | None:
     return None if ratios is None or not elements else 1 - record.samples * ratios / elements
 
 
-def windows(log: Log) -> list[list[Record]]:
-    """The records in order, cut into stretches that are long enough to average over."""
+def windows(log: Log, least: int = LEAST_RECORDS) -> list[list[Record]]:
+    """The records in order, cut into stretches: sixteen, of 20 records at least.
+
+    Where there are fewer records, into as many stretches of ``least`` as there are, up to eight.
+
+    Args:
+        log: with any number of records.
+        least: fewest records to average over; what is no average does with 1.
+    """
     records = [record for record in log.records if record.samples > 1]
-    count = max(1, min(MOST_WINDOWS, len(records) // LEAST_RECORDS))
+    few = min(MOST_WINDOWS // 2 if least > 1 else MOST_WINDOWS, len(records) // least)
+    count = max(1, few, min(MOST_WINDOWS, len(records) // ENOUGH_RECORDS))
     edges = [len(records) * i // count for i in range(count + 1)]
     return [records[start:stop] for start, stop in pairwise(edges) if stop > start]
 
@@ -54,7 +64,7 @@ def windows(log: Log) -> list[list[Record]]:
 def recent(log: Log) -> list[Record]:
     """The last third of the records, and at least twenty, where there are so many."""
     records = log.records
-    return records[-max(LEAST_RECORDS, -(-len(records) // 3)) :]
+    return records[-max(ENOUGH_RECORDS, -(-len(records) // 3)) :]
 
 
 @dataclass(frozen=True)
@@ -109,10 +119,11 @@ def _about_samples(log: Log) -> list[str]:
     if not bad:
         return []
     count = sum(record.non_finite for record in bad)
+    counted = "1 gradient of a sample is" if count == 1 else f"{count} gradients of samples are"
     known = sorted({sample for record in bad for sample, norm in record.hardest or () if norm is None})
     which = f" Among them: {_shown([f'sample {sample}' for sample in known])}." if known else ""
     return [
-        f"{count} gradients of samples are not finite, in {len(bad)} of {len(log.records)} records, first in step "
+        f"{counted} not finite, in {len(bad)} of {len(log.records)} records, first in step "
         f"{bad[0].step}.{which} These batches are left out of the noise scale of the layers concerned, and of the "
         "whole model."
     ]
@@ -143,6 +154,12 @@ def _about_lines(log: Log) -> list[str]:
         lines = "line was" if len(log.broken) == 1 else "lines were"
         found.append(
             f"{len(log.broken)} {lines} cut off, or of another program, and left out ({', '.join(log.broken[:3])})."
+        )
+    end = min((rank[-1].step for rank in log.ranks if rank), default=0)
+    if len({tuple(record.step for record in rank if record.step <= end) for rank in log.ranks}) > 1:
+        found.append(
+            "The logs have measured different steps, as the ranks of one run never do. Of different runs, make a page "
+            "each: here their batches are added up."
         )
     if log.replaced:
         found.append(

@@ -143,3 +143,11 @@ def test_a_penalty_that_would_miss_all_parameters_is_refused() -> None:
     with pytest.raises(UsageError, match=r"anchor has no 0\.weight; it has 2\.bias"):
         fisher.penalty(model, {"2.bias": anchor["2.bias"]})
     assert float(FisherDiagonal().penalty(model, {})) == 0, "of no earlier task"
+
+
+def test_what_is_no_vector_of_losses_has_no_influence() -> None:
+    model = network()
+    losses = losses_of(model, 3)
+    for given in ((losses, losses.sum()), (losses.sum(), losses)):
+        with pytest.raises(UsageError, match="the loss is a scalar"):
+            influence(model, *given)

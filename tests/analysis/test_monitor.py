@@ -214,6 +214,7 @@ def test_mistakes_in_a_step_are_named() -> None:
         torch.ones(4, dtype=torch.bool),
         torch.zeros(4, 1, dtype=torch.long),
         ["a"] * 4,
+        [0, 1, -2, 3],
         4,
     ):
         with pytest.raises(UsageError, match=r"^ids "), monitor.step(0, ids=ids):  # type: ignore[arg-type]
@@ -228,6 +229,8 @@ def test_mistakes_in_a_step_are_named() -> None:
     model[0].requires_grad_(False)
     with pytest.raises(UsageError, match=r"0\.(weight|bias) was frozen or unfrozen"), monitor.step(0):
         F.cross_entropy(model(x), y).backward()
+    with pytest.raises(UsageError, match="the state is None"):
+        monitor.load_state_dict(None)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no state of a monitor: group_names, groups"):
         monitor.load_state_dict({"noise": {}, "layers": {}, "names": []})
     with pytest.raises(UsageError, match=r"layers \['a'\]; this monitor has"):
@@ -251,21 +254,68 @@ def test_mistakes_show_in_steps_that_are_not_measured() -> None:
         (1, "mean", losses[:, None], "losses have shape"),
         (0.5, "mean", losses, "step is 0.5"),
         (None, "mean", losses, "step is None"),
+        (-1, "mean", losses, "step is -1; steps are counted from 0"),
     ):
         with pytest.raises(UsageError, match=message):
             monitor.backward(given, step, reduction=reduction)  # type: ignore[arg-type]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_step_is_measured_once(tmp_path: Path) -> None:
+    model, (x, y) = network(), batch(4)
+    monitor = GradientMonitor(model, tmp_path / "run.jsonl", every=2)
+    state = monitor.state_dict()
+
+    def step(number: int) -> None:
+        with monitor.step(number):
+            F.cross_entropy(model(x), y).backward()
+
+    with monitor:
+        step(1)
+        step(1)  # nothing is measured
+        with pytest.raises(UsageError, match="3 ids for 4 samples"), monitor.step(2, ids=[1, 2, 3]):
+            F.cross_entropy(model(x), y).backward()
+        step(2)  # which nothing was logged of yet
+        for again in (
+            lambda: step(2),
+            lambda: monitor.backward(F.cross_entropy(model(x), y, reduction="none"), 2),
+        ):
+            with pytest.raises(
+                UsageError, match=r"step 2 was measured just now.*all micro-batches of a step into one"
+            ):
+                again()
+        assert [record.step for record in read_log(tmp_path / "run.jsonl").records] == [2]
+        assert int(monitor.noise.batches()) == 1
+        monitor.load_state_dict(state)
+        step(2)
+
+
+def test_errors_say_that_they_are_the_monitors() -> None:
+    model, (x, y) = network(), batch(4)
+    monitor, prefix = GradientMonitor(model), r"^GradientMonitor \(step measures with gradbatch\.compute"
+    with pytest.raises(UsageError, match=prefix), monitor.step(0):
+        pass
+    with pytest.raises(UsageError, match=prefix):
+        monitor.backward(F.cross_entropy(model(x), y), 1)
+    coupled = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    allow = prefix + r'.*Or make the monitor with samples_coupled="allow"$'
+    with pytest.raises(CoupledSamples, match=allow), GradientMonitor(coupled).step(0):
+        coupled(torch.randn(4, 4)).square().mean().backward()
+
+
 def test_steps_and_losses_may_be_numbers_of_any_kind(tmp_path: Path) -> None:
     model, (x, y) = network(), batch(4)
-    steps = (torch.tensor(0), numpy.int64(1), True)
+    steps = (torch.tensor(0), True, numpy.int64(2))
     with GradientMonitor(model, tmp_path / "run.jsonl", every=1) as monitor:
         for k in steps:
             with monitor.step(k) as step:  # type: ignore[arg-type]
                 F.cross_entropy(model(x), y).backward()
                 step.loss = numpy.float32(0.5)  # type: ignore[assignment]
-    assert [(r.step, r.loss) for r in read_log(tmp_path / "run.jsonl").records] == [(0, 0.5), (1, 0.5)]
+    assert [(r.step, r.loss) for r in read_log(tmp_path / "run.jsonl").records] == [
+        (0, 0.5),
+        (1, 0.5),
+        (2, 0.5),
+    ]
 
 
 class Two(nn.Module):

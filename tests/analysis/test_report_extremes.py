@@ -11,7 +11,7 @@ import torch
 from gradbatch import UsageError
 from gradbatch.analysis import JsonLines, NoiseScale, Record, Run, read_log, write_report
 from gradbatch.analysis.parts import parts_of
-from gradbatch.analysis.summary import recent, whole_noise
+from gradbatch.analysis.summary import recent, whole_noise, windows
 from tests.analysis.test_report import NAMES, page, records, words, written
 
 
@@ -63,7 +63,8 @@ def test_gradients_that_agree_are_not_told_to_have_a_batch_of_none(tmp_path: Pat
     assert "Suggested batch size: 1, since the gradients of different samples hardly differ" in text
     assert " inf " not in text and "nan" not in text.lower()
     (lone,) = records(range(1))
-    assert "or at least 1: the measured steps do not bound it" in words(page(tmp_path / "..", [lone]))
+    alone = words(page(tmp_path / "..", [lone]))
+    assert "No batch size is suggested" in alone and "1 measured step, step 0," in alone
 
 
 def test_gradients_of_zero_are_called_that(tmp_path: Path) -> None:
@@ -133,3 +134,76 @@ def test_names_of_any_letters_make_a_page(tmp_path: Path) -> None:
     log.close()
     text = write_report(tmp_path / "run.jsonl", tmp_path / "report.html").read_text()
     assert "层" in text and "$\\frac{$" in text and "<b>&amp;" not in text and "&lt;i&gt;$\\frac{$" in text
+
+
+@pytest.mark.usefixtures("words_alone")
+def test_what_most_of_a_run_says_is_not_called_its_end(tmp_path: Path) -> None:
+    text = words(page(tmp_path, records(range(0, 270, 10))))
+    assert "Over steps 70 to 260, 20 records, most of the run" in text and "end of the run" not in text
+    assert "At the end of the run (steps 200 to 390, 20 records)" in words(
+        page(tmp_path, records(range(0, 400, 10)))
+    )
+
+
+@pytest.mark.usefixtures("words_alone")
+def test_runs_that_are_no_ranks_of_one_are_told_apart(tmp_path: Path) -> None:
+    path = written(tmp_path / "0.jsonl", records(range(0, 40, 2)))
+    cut = written(tmp_path / "1.jsonl", records(range(0, 30, 2)))
+    other = written(tmp_path / "2.jsonl", records(range(0, 40, 3)))
+    found = "The logs have measured different steps"
+    assert found not in words(write_report([path, cut], tmp_path / "page.html").read_text())
+    assert found in words(write_report([path, other], tmp_path / "page.html").read_text())
+    for number, run in enumerate((Run(NAMES, "full"), Run(NAMES, "standard", {"all": [*NAMES]}))):
+        log = JsonLines(tmp_path / f"other{number}.jsonl")
+        log.start(run)
+        log.close()
+        with pytest.raises(UsageError, match="presets or groups differ, so these are no ranks of one run"):
+            read_log(path, tmp_path / f"other{number}.jsonl")
+
+
+def test_a_stretch_has_twenty_records_or_in_short_runs_eight(tmp_path: Path) -> None:
+    entries = records(range(8)) * 50
+    for count, lengths in (
+        (7, {7}),
+        (15, {15}),
+        (28, {9, 10}),
+        (64, {8}),
+        (92, {11, 12}),
+        (320, {20}),
+        (400, {25}),
+    ):
+        log = read_log(
+            written(tmp_path / f"{count}.jsonl", [replace(e, step=k) for k, e in enumerate(entries[:count])])
+        )
+        stretches = windows(log)
+        assert {len(stretch) for stretch in stretches} == lengths and sum(map(len, stretches)) == count
+    assert [len(stretch) for stretch in windows(read_log(tmp_path / "7.jsonl"), 1)] == [1] * 7
+
+
+def test_pictures_of_few_records(tmp_path: Path) -> None:
+    from gradbatch.analysis import plots
+
+    path = written(tmp_path / "run.jsonl", records(range(7)))
+    _, bar = plots.noise_scale(read_log(path)).axes[0].collections
+    ends = bar.get_segments()[0][:, 1]
+    assert ends[0] < float(whole_noise(read_log(path).records).value()) < ends[1]
+    (losses,) = plots.loss(read_log(path)).axes[0].lines
+    assert list(losses.get_ydata()) == [1.0] * 7  # type: ignore[arg-type]
+    silent = written(tmp_path / "silent.jsonl", changed(records(range(7)), loss=None))
+    with pytest.raises(UsageError, match="no record has a loss"):
+        plots.loss(read_log(silent))
+    for picture in (plots.noise_scale, plots.gradient_norms, plots.layer_signal, plots.norm_histogram, plots.loss,
+                    plots.agreement, plots.evidence, plots.hardest_samples):  # fmt: skip
+        with pytest.raises(UsageError, match=r"a picture is of a log, not of a str: .*read_log\(path\)"):
+            picture("run.jsonl")  # type: ignore[arg-type]
+
+
+def test_the_hardest_samples_are_those_with_the_largest_gradients_together(tmp_path: Path) -> None:
+    from gradbatch.analysis import plots
+
+    hardest = ([(3, 1.0), (5, 9.0)], [(3, 1.5), (4, 2.0)], [(3, 1.0), (4, 2.0)])
+    entries = [replace(e, hardest=h) for e, h in zip(records(range(3)), hardest, strict=True)]
+    axes = plots.hardest_samples(read_log(written(tmp_path / "run.jsonl", entries))).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["5", "4", "3"]
+    assert [bar.get_width() for bar in axes.patches] == [9.0, 4.0, 3.5]
+    assert [text.get_text() for text in axes.texts] == ["1×", "2×", "3×"]
