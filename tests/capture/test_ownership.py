@@ -60,8 +60,8 @@ def test_two_equal_contributions_to_a_third_sample_are_noticed(samples: int) -> 
 
 
 def test_every_pair_of_equal_contributions_is_noticed() -> None:
-    # All of them, on the level of ownership: a gradient of 32 elements, one a sample, one of which two others add to.
-    samples = 32
+    # All of them, on the level of ownership: a gradient of 20 elements, one a sample, one of which two others add to.
+    samples = 20
     own = draw(samples)
     missed = []
     for owner in range(samples):
