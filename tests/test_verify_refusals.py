@@ -1,5 +1,7 @@
 """What verify makes of layers without a rule, and of layers that are refused."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -153,7 +155,7 @@ def test_one_reason_for_all_parameters_is_told_once() -> None:
 def test_parameters_that_cannot_be_told_apart_in_time_are_refused_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gradbatch.verify.findings.MOST_ATTEMPTS", 12)
+    monkeypatch.setattr(import_module("gradbatch.verify.findings"), "MOST_ATTEMPTS", 12)
     layers = [nn.Linear(2, 2, bias=False) for _ in range(12)]
     report = verify(nn.Sequential(*layers, MeanRemoved()).double(), doubles(3, 2))
     ((_, names),) = report.refusals.items()
