@@ -206,7 +206,7 @@ def _advice(value: float, low: float, high: float) -> str:
     if value < 1:
         return "Suggested batch size: 1, since the gradients of different samples hardly differ."
     if low == 0 and math.isinf(high):
-        return "No batch size is suggested: so few measured steps do not bound it. Measure twenty or more."
+        return "No batch size is suggested: the measured steps do not bound it at all. Measure more of them."
     size = f"Suggested batch size: {value:,.0f}"
     if math.isinf(high):
         return f"{size}, or at least {max(low, 1):,.0f}: the measured steps do not bound it from above."
