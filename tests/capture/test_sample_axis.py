@@ -220,3 +220,17 @@ def test_outputs_whose_rows_are_no_samples_do_not_keep_a_coupling_from_being_nam
             gradbatch.compute(model, gradbatch.BatchGrad(), loss_reduction="sum"),
         ):
             model(draw(2, 4, 3))
+
+
+def test_what_leads_to_other_outputs_alone_has_no_gradient() -> None:
+    def forward(self: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x).tanh()
+        rows = self.aside(self.shared(hidden).flatten(0, 1).tanh())  # one a position, which no loss is of
+        return self.head(self.shared(hidden.mean(1)).tanh()), rows
+
+    model = wired(
+        forward, first=nn.Linear(3, 4), shared=nn.Linear(4, 4), head=nn.Linear(4, 2), aside=nn.Linear(4, 2)
+    )
+    for _ in range(3):  # measured, and remembered
+        x = draw(5, 3, 3)
+        assert_right_both_ways(model, lambda x=x: sum_of_squares(model(x)[0]))

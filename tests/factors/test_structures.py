@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from gradbatch import Variance
 from gradbatch.factors import Blocks, Concat, Dense, OuterProduct, PerSampleGrad, RowScatter, Sum
 from gradbatch.plans.contractions import PLANS, Planner
 from gradbatch.plans.convolutions import Patches, Window
@@ -230,3 +231,12 @@ def test_parts_of_a_parameter_add_without_leaving_their_places() -> None:
     torch.testing.assert_close(
         overlapping.squared_norm(), overlapping.dense().square().sum((1, 2)), rtol=1e-4, atol=1e-4
     )
+
+
+@structures
+def test_a_quantity_leaves_gradients_as_they_were(structure: str, device: torch.device) -> None:
+    grad, expected = STRUCTURES[structure](4, Maker(torch.float64, device))
+    for _ in range(2):  # results are divided in place, and must be nobody else's
+        expect = flat(expected).var(0, unbiased=False).reshape(SHAPE)
+        assert_right(Variance().reduce(grad), expect, torch.float64)
+    assert_right(grad.dense(), expected, torch.float64)
